@@ -1,0 +1,1 @@
+"""Questions, corpora and the datasets the trainer reads."""
