@@ -1,0 +1,86 @@
+"""The protocol's JSON Schema: the file is the definition, this module compiles it once."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from importlib import resources
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
+
+SCHEMA_VERSION = "1"
+VARIANTS = ("succeeded", "evidence")
+TASK_TYPES = ("single_hop", "multi_hop", "comparison", "others")
+
+
+class ProtocolError(ValueError):
+    """A protocol that does not fit the schema; the message names the field."""
+
+
+@lru_cache(maxsize=1)
+def protocol_schema() -> dict[str, Any]:
+    """The JSON Schema of a protocol, as a dict (shared: don't change it)."""
+    text = resources.files(__package__).joinpath(f"schemas/protocol.v{SCHEMA_VERSION}.json").read_text(encoding="utf-8")
+    return json.loads(text)
+
+
+@lru_cache(maxsize=1)
+def _validator() -> Validator:
+    return compile_schema(protocol_schema())
+
+
+def compile_schema(schema: dict[str, Any]) -> Validator:
+    """A validator for ``schema``, itself checked first. Needs the ``jsonschema`` package."""
+    from jsonschema import Draft202012Validator  # readers of a cache don't need it
+
+    Draft202012Validator.check_schema(schema)
+    return Draft202012Validator(schema)
+
+
+def first_error(validator: Validator, instance: Any) -> str | None:
+    """The most telling violation as ``field: message`` in one line; None if ``instance`` is valid."""
+    from jsonschema.exceptions import best_match
+
+    error = best_match(validator.iter_errors(instance))
+    if error is None:
+        return None
+    where = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in error.absolute_path).lstrip(".")
+    message = " ".join(error.message.split())
+    if len(message) > 300:
+        message = message[:300] + "..."
+    return f"{where or 'top level'}: {message}"
+
+
+def schema_error(protocol: Any) -> str | None:
+    """Why ``protocol`` does not fit the schema, in one line, or None if it does."""
+    if isinstance(protocol, dict) and protocol.get("variant") in VARIANTS:
+        # oneOf would report "not valid under any": the variant says which branch is meant.
+        variant = protocol["variant"]
+        wanted, unwanted = (
+            (("answer", "answer_grounded"), ("partial_findings",))
+            if variant == "succeeded"
+            else (("partial_findings",), ("answer", "answer_grounded"))
+        )
+        for field in wanted:
+            if field not in protocol:
+                return f"{field}: missing, a {variant} protocol needs it"
+        for field in unwanted:
+            if field in protocol:
+                return f"{field}: not allowed in a {variant} protocol"
+        if variant == "succeeded" and protocol.get("grounding_facts") == []:
+            return "grounding_facts: a succeeded protocol needs at least one"
+    return first_error(_validator(), protocol)
+
+
+def validate_protocol(protocol: Any) -> dict[str, Any]:
+    """Returns ``protocol`` if it fits the schema.
+
+    Raises:
+        ProtocolError: naming the first offending field.
+    """
+    problem = schema_error(protocol)
+    if problem:
+        raise ProtocolError(problem)
+    return protocol
