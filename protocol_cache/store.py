@@ -2,7 +2,7 @@
 
 A *record* is what synthesis ended with for one question; its *candidates* are all the protocols that
 were put to the gate on the way, with their verdicts. A record and its candidates are written in one
-transaction. Only the standard library is imported.
+transaction. No package beyond the standard library is needed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import quote
+
+from mapd_verl.errors import UserError
 
 STORE_FORMAT = 1
 STATUSES = ("passed", "rejected", "failed")
@@ -63,7 +65,7 @@ _COLUMNS = (
 )
 
 
-class StoreError(RuntimeError):
+class StoreError(UserError):
     """The cache cannot be opened, read or written; the message names the file and the cause."""
 
 
@@ -363,9 +365,8 @@ def _dump(value: Any) -> str:
 
 
 def _record(row: tuple[Any, ...]) -> Record:
-    (qid, status, _variant, reason, protocol, question, source, split, *numbers, model, prompts, corpus, schema, at) = (
-        row
-    )
+    qid, status, _variant, reason, protocol, question, source, split, *numbers = row[:13]
+    *origin, created_at = row[13:]
     return Record(
         question_id=qid,
         question=question,
