@@ -1,0 +1,1 @@
+"""The supervised stage before RL: the tiny student's tokenizer, scripted searches and training."""
