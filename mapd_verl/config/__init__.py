@@ -1,0 +1,1 @@
+"""Configuration: the `mapd` schema and the loading of recipes."""
