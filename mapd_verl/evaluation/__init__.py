@@ -1,0 +1,1 @@
+"""What was learnt: episodes on held-out questions, intervals, curves and the report."""
