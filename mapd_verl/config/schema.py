@@ -1,0 +1,136 @@
+"""The ``mapd`` section of a recipe: dataclasses, validated when they are loaded.
+
+A method is a row of a table (privileged context, teacher, signal, where it enters); ``privilege`` and
+``objective`` together are that row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mapd_verl.agent.config import AgentConfig
+from mapd_verl.errors import UserError
+
+#: Names of ``mapd_verl.objectives`` and of ``mapd_verl.privilege``; spelled out so that reading a recipe
+#: needs no torch. A test keeps them equal to the registries.
+OBJECTIVE_NAMES = ("none", "reverse_kl", "forward_kl", "jsd")
+SOURCE_NAMES = ("none", "protocol", "own_rollout", "empty", "shuffled", "answer_only")
+LOGITS = ("policy_tokens", "all")
+
+
+@dataclass(frozen=True)
+class ObjectiveConfig:
+    """What is added to GRPO. Bad values raise ``ValueError`` naming the key."""
+
+    name: str = "reverse_kl"
+    """``none`` is GRPO, ``reverse_kl`` is MAPD (and GRPO+OPSD); ``forward_kl`` and ``jsd`` are its siblings."""
+
+    weight: float = 0.05
+    """Lambda of ``L_GRPO + lambda * L_OPSD``; 0 is GRPO exactly and skips the teacher forward. The paper
+    tries 0.01, 0.05 and 0.1 and finds 0.05 best."""
+
+    beta: float | None = None
+    """Only for ``jsd``: the teacher's weight in the mixture, strictly between 0 and 1."""
+
+    chunk_tokens: int = 1024
+    """Tokens whose whole-vocabulary divergence is computed at once. Changes memory, never values."""
+
+    def __post_init__(self) -> None:
+        if self.name not in OBJECTIVE_NAMES:
+            raise ValueError(f"mapd.objective.name: unknown {self.name!r}, choose from {', '.join(OBJECTIVE_NAMES)}")
+        if not 0.0 <= self.weight < float("inf"):
+            raise ValueError(f"mapd.objective.weight: must be a finite number >= 0, got {self.weight}")
+        if (self.beta is not None) != (self.name == "jsd"):
+            raise ValueError(f"mapd.objective.beta: jsd needs it and no other takes it, got {self.beta} for {self.name}")
+        if self.beta is not None and not 0.0 < self.beta < 1.0:
+            raise ValueError(
+                f"mapd.objective.beta: must lie strictly between 0 and 1, got {self.beta} "
+                "(its two ends are forward_kl and reverse_kl)"
+            )
+        if self.chunk_tokens < 1:
+            raise ValueError(f"mapd.objective.chunk_tokens: must be at least 1, got {self.chunk_tokens}")
+
+
+@dataclass(frozen=True)
+class PrivilegeConfig:
+    """What the teacher reads and the student does not. Bad values raise ``ValueError`` naming the key."""
+
+    context: str = "protocol"
+    """``protocol``, ``own_rollout``, or a control: ``none``, ``empty``, ``shuffled``, ``answer_only``."""
+
+    fallback: str = "own_rollout"
+    """The source asked when the first has nothing for a sample; ``none`` leaves it without a term."""
+
+    template: str = "\n\n{context}"
+    """How the context joins the end of the last user message. Must hold ``{context}`` once."""
+
+    max_context_tokens: int = 512
+    """A longer context loses its end; the question is never cut."""
+
+    success_score: float = 1.0
+    """The reward from which a rollout counts as successful (exact match gives 0 or 1)."""
+
+    def __post_init__(self) -> None:
+        for key in ("context", "fallback"):
+            if getattr(self, key) not in SOURCE_NAMES:
+                raise ValueError(
+                    f"mapd.privilege.{key}: unknown {getattr(self, key)!r}, choose from {', '.join(SOURCE_NAMES)}"
+                )
+        if self.template.count("{context}") != 1:
+            raise ValueError(f"mapd.privilege.template: must hold {{context}} exactly once, got {self.template!r}")
+        if self.max_context_tokens < 1:
+            raise ValueError(f"mapd.privilege.max_context_tokens: must be at least 1, got {self.max_context_tokens}")
+
+
+@dataclass(frozen=True)
+class ProtocolsConfig:
+    """Where protocols come from and how they read in a prompt."""
+
+    path: str | None = None
+    """The protocol cache (SQLite); null trains without protocols."""
+
+    template: str = "compact"
+    """A template of ``protocol_cache``, by name or as the path of a ``.j2`` file."""
+
+
+@dataclass(frozen=True)
+class MapdConfig:
+    """The whole section. Bad values raise ``ValueError`` naming the key."""
+
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    privilege: PrivilegeConfig = field(default_factory=PrivilegeConfig)
+    protocols: ProtocolsConfig = field(default_factory=ProtocolsConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
+
+    logits: str = "policy_tokens"
+    """Positions whose vocabulary logits the actor computes: ``policy_tokens`` leaves out the prompt and the
+    observations, which no loss reads; ``all`` is verl's own way. Same losses up to rounding."""
+
+    poll_interval: float = 0.05
+    """Seconds between two looks at the rollouts that still run (verl's own 2 s is most of a small step)."""
+
+    def __post_init__(self) -> None:
+        if self.logits not in LOGITS:
+            raise ValueError(f"mapd.logits: choose from {', '.join(LOGITS)}, got {self.logits!r}")
+        if self.poll_interval <= 0:
+            raise ValueError(f"mapd.poll_interval: must be a positive number of seconds, got {self.poll_interval}")
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any] | None) -> MapdConfig:
+        """The section as it stands in a recipe (plain or OmegaConf containers); None is all defaults.
+
+        Raises:
+            UserError: one line naming the key, for anything unknown, of a wrong type or out of range.
+        """
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
+
+        try:
+            return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), mapping or {}))
+        except OmegaConfBaseException as error:
+            key = f"mapd.{error.full_key}: " if error.full_key else "mapd: "
+            raise UserError(key + str(error).splitlines()[0]) from error
+        except ValueError as error:
+            raise UserError(str(error)) from error
