@@ -1,0 +1,1 @@
+"""The embedded default for machines without an accelerator; nothing here changes a GPU run."""
