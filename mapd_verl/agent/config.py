@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
-
-from mapd_verl.errors import UserError
 
 MODES = ("compat", "strict")
 
@@ -16,7 +14,7 @@ class AgentConfig:
     """Budgets of one episode, in tokens unless a name says otherwise.
 
     Raises:
-        UserError: naming the field, for a value out of range or a budget that leaves no room to answer.
+        ValueError: naming the field, for a value out of range or a budget that leaves no room to answer.
     """
 
     max_searches: int = 3
@@ -73,43 +71,36 @@ class AgentConfig:
         _require_int("max_searches", self.max_searches, 0)
         if self.max_prompt_tokens is not None:
             _require_int("max_prompt_tokens", self.max_prompt_tokens, 1)
-        if isinstance(self.retriever_timeout_s, bool) or not isinstance(self.retriever_timeout_s, int | float):
-            raise UserError(f"agent.retriever_timeout_s: want seconds, got {self.retriever_timeout_s!r}")
         if not 0 < self.retriever_timeout_s < float("inf"):
-            raise UserError(f"agent.retriever_timeout_s: want seconds above 0, got {self.retriever_timeout_s!r}")
+            raise ValueError(f"retriever_timeout_s: want seconds above 0, got {self.retriever_timeout_s!r}")
         for name in ("action_mode", "reward_mode"):
             if getattr(self, name) not in MODES:
-                raise UserError(f"agent.{name}: want one of {list(MODES)}, got {getattr(self, name)!r}")
+                raise ValueError(f"{name}: want one of {list(MODES)}, got {getattr(self, name)!r}")
         if isinstance(self.retriever_urls, str):
             object.__setattr__(self, "retriever_urls", (self.retriever_urls,))
         urls = tuple(str(url).rstrip("/") for url in self.retriever_urls)
         for url in urls:
             if not url.startswith(("http://", "https://")):
-                raise UserError(f"agent.retriever_urls: want http:// or https:// URLs, got {url!r}")
+                raise ValueError(f"retriever_urls: want http:// or https:// URLs, got {url!r}")
         object.__setattr__(self, "retriever_urls", urls)
         if self.answer_reserve_tokens >= self.max_response_tokens:
-            raise UserError(
-                f"agent.answer_reserve_tokens={self.answer_reserve_tokens} leaves nothing of "
-                f"agent.max_response_tokens={self.max_response_tokens}"
+            raise ValueError(
+                f"answer_reserve_tokens={self.answer_reserve_tokens} leaves nothing of "
+                f"max_response_tokens={self.max_response_tokens}"
             )
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any], **overrides: Any) -> AgentConfig:
-        """A config from a YAML node (``mapd.agent``); ``overrides`` win over it.
+    def from_mapping(cls, values: Mapping[str, Any] | None, **overrides: Any) -> AgentConfig:
+        """The recipe's ``mapd.agent`` section; ``overrides`` (what verl already knows) win over it.
 
         Raises:
-            UserError: naming the first key that is no field, with those that are.
+            UserError: naming the key, for anything unknown or out of range.
         """
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise UserError(f"agent.{unknown[0]}: unknown key, known are {sorted(known)}")
-        merged = {**dict(values), **overrides}
-        if merged.get("retriever_urls") is not None and not isinstance(merged["retriever_urls"], str):
-            merged["retriever_urls"] = tuple(merged["retriever_urls"])
-        return cls(**merged)
+        from mapd_verl.config.loader import load_section
+
+        return load_section(cls, {**(values or {}), **overrides}, "mapd.agent")
 
 
 def _require_int(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UserError(f"agent.{name}: want a whole number of at least {least}, got {value!r}")
+        raise ValueError(f"{name}: want a whole number of at least {least}, got {value!r}")

@@ -1,0 +1,133 @@
+"""One dataset row, checked: what every reader of a Search-R1 parquet needs, or one line that says what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mapd_verl.errors import UserError
+
+
+@dataclass(frozen=True)
+class QuestionRow:
+    """A question as the agent meets it. ``kind`` is ``extra_info.kind``, or the data source where there is none."""
+
+    question_id: str
+    question: str
+    kind: str
+    data_source: str
+    messages: tuple[dict[str, str], ...]
+    targets: tuple[str, ...]
+
+
+def read_row(row: Mapping[str, Any], where: str) -> QuestionRow:
+    """Check one row in the Search-R1 schema.
+
+    ``question_id`` is taken from its column, else made from question, data source and split.
+
+    Args:
+        where: file and row number, for messages.
+
+    Raises:
+        UserError: naming ``where`` and the field.
+    """
+    from mapd_verl.agent.reward import coerce_targets
+    from protocol_cache.question_id import question_id
+
+    extra = row.get("extra_info")
+    extra = extra if isinstance(extra, Mapping) else {}
+    messages = _messages(row.get("prompt"), where)
+    source = row.get("data_source")
+    if not isinstance(source, str) or not source:
+        raise UserError(f"{where}: data_source: want text, got {source!r}")
+    question = row.get("question") or extra.get("question")
+    if not isinstance(question, str) or not question.strip():
+        raise UserError(f"{where}: question: want text, got {row.get('question')!r}")
+    try:
+        targets = coerce_targets(_ground_truth(row, where), f"{where}: reward_model.ground_truth.target")
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    qid = row.get("question_id") or extra.get("question_id")
+    if qid is None:
+        split = extra.get("split")
+        if not split:
+            raise UserError(f"{where}: question_id: missing, and there is no extra_info.split to make one from")
+        qid = question_id(question, source, str(split))
+    if not isinstance(qid, str):
+        raise UserError(f"{where}: question_id: want text, got {qid!r}")
+    return QuestionRow(qid, question, str(extra.get("kind") or source), source, messages, tuple(targets))
+
+
+def _messages(prompt: Any, where: str) -> tuple[dict[str, str], ...]:
+    if hasattr(prompt, "tolist"):
+        prompt = prompt.tolist()
+    if not isinstance(prompt, list | tuple) or not prompt:
+        raise UserError(f"{where}: prompt: want a list of chat messages, got {prompt!r}")
+    for message in prompt:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise UserError(f"{where}: prompt: want messages with role and content, got {message!r}")
+        if not isinstance(message.get("content"), str) or not message["content"].strip():
+            raise UserError(f"{where}: prompt: message content must be text, got {message.get('content')!r}")
+    if not any(message["role"] == "user" for message in prompt):
+        raise UserError(f"{where}: prompt: no message of role user")
+    return tuple({"role": m["role"], "content": m["content"]} for m in prompt)
+
+
+def _ground_truth(row: Mapping[str, Any], where: str) -> Any:
+    model = row.get("reward_model")
+    truth = model.get("ground_truth") if isinstance(model, Mapping) else None
+    if isinstance(truth, Mapping):
+        truth = truth.get("target")
+    if truth is None:
+        raise UserError(f"{where}: reward_model.ground_truth.target: missing")
+    return truth
+
+
+def read_questions(path: str | Path, limit: int | None = None) -> list[QuestionRow]:
+    """The rows of a parquet file (or JSON lines), each checked; only the first ``limit`` where one is given.
+
+    Raises:
+        UserError: naming the file, and the row (counted from 1) where one is bad.
+    """
+    rows = read_table(path)
+    if not rows:
+        raise UserError(f"{path}: no rows")
+    return [read_row(row, f"{path}: row {i}") for i, row in enumerate(rows[:limit], 1)]
+
+
+def read_table(path: str | Path) -> list[dict[str, Any]]:
+    """All rows of a ``.parquet``, ``.jsonl`` or ``.json`` (one object a line) file as plain Python values.
+
+    Raises:
+        UserError: naming the file, and the line of a JSON error.
+    """
+    import json
+
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    if path.suffix == ".parquet":
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        try:
+            return pq.read_table(path).to_pylist()
+        except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as error:
+            raise UserError(f"{path}: not a readable parquet file: {error}") from error
+    if path.suffix in (".jsonl", ".json"):
+        rows = []
+        with path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise UserError(f"{path}: line {number}: not JSON: {error.msg}") from error
+                if not isinstance(row, dict):
+                    raise UserError(f"{path}: line {number}: want a JSON object, got {type(row).__name__}")
+                rows.append(row)
+        return rows
+    raise UserError(f"{path}: want a .parquet or .jsonl file")
