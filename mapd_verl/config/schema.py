@@ -20,7 +20,7 @@ SOURCE_NAMES = ("none", "protocol", "own_rollout", "empty", "shuffled", "answer_
 LOGITS = ("policy_tokens", "all")
 
 
-@dataclass(frozen=True)
+@dataclass
 class ObjectiveConfig:
     """What is added to GRPO. Bad values raise ``ValueError`` naming the key."""
 
@@ -53,7 +53,7 @@ class ObjectiveConfig:
             raise ValueError(f"mapd.objective.chunk_tokens: must be at least 1, got {self.chunk_tokens}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class PrivilegeConfig:
     """What the teacher reads and the student does not. Bad values raise ``ValueError`` naming the key."""
 
@@ -84,7 +84,7 @@ class PrivilegeConfig:
             raise ValueError(f"mapd.privilege.max_context_tokens: must be at least 1, got {self.max_context_tokens}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class ProtocolsConfig:
     """Where protocols come from and how they read in a prompt."""
 
@@ -95,14 +95,15 @@ class ProtocolsConfig:
     """A template of ``protocol_cache``, by name or as the path of a ``.j2`` file."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class MapdConfig:
     """The whole section. Bad values raise ``ValueError`` naming the key."""
 
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     privilege: PrivilegeConfig = field(default_factory=PrivilegeConfig)
     protocols: ProtocolsConfig = field(default_factory=ProtocolsConfig)
-    agent: AgentConfig = field(default_factory=AgentConfig)
+    agent: dict[str, Any] = field(default_factory=dict)
+    """Keys of :class:`mapd_verl.agent.config.AgentConfig`."""
 
     logits: str = "policy_tokens"
     """Positions whose vocabulary logits the actor computes: ``policy_tokens`` leaves out the prompt and the
@@ -116,6 +117,7 @@ class MapdConfig:
             raise ValueError(f"mapd.logits: choose from {', '.join(LOGITS)}, got {self.logits!r}")
         if self.poll_interval <= 0:
             raise ValueError(f"mapd.poll_interval: must be a positive number of seconds, got {self.poll_interval}")
+        AgentConfig.from_mapping(self.agent)
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, Any] | None) -> MapdConfig:
