@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mapd_verl import processes
-from mapd_verl.config.recipe import check_files, find_recipe, load_recipe
+from mapd_verl.config.recipe import check_files, find_recipe, load_recipe, normalise_overrides
 from mapd_verl.errors import UserError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def prepare(recipe: str | Path, overrides: Sequence[str]) -> tuple[DictConfig, l
     check_files(config)
     (Path(config.trainer.default_local_dir) / "metrics").mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "mapd_verl.main", "--config-path", str(path.parent), "--config-name", path.stem]
-    return config, [*command, *overrides], environment(config)
+    return config, [*command, *normalise_overrides(overrides)], environment(config)
 
 
 def train(recipe: str | Path, overrides: Sequence[str], log: Path | None = None) -> DictConfig:

@@ -9,6 +9,7 @@ verl itself is not imported (that takes ten seconds); only its YAML files are re
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib.util
 import tempfile
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from mapd_verl.agent.config import AgentConfig
+from mapd_verl.config.schema import MapdConfig
 from mapd_verl.errors import UserError
 
 if TYPE_CHECKING:
@@ -35,7 +38,14 @@ FREE_FORM = (
 #: Fields of verl 0.9.1's dataclasses that its YAML leaves out: last key of the path -> dataclass section.
 DATACLASS_FIELDS = {
     "fsdp_config": ("mixed_precision",),
-    "rollout": ("custom", "server", "prometheus", "enable_sleep_mode", "checkpoint_manager_class", "repetition_penalty"),
+    "rollout": (
+        "custom",
+        "server",
+        "prometheus",
+        "enable_sleep_mode",
+        "checkpoint_manager_class",
+        "repetition_penalty",
+    ),
     "agent": ("agent_loop_manager_class",),
     "trainer": ("wandb_proxy",),
 }
@@ -66,14 +76,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
         for key in unknown_keys(body, known):
             raise UserError(f"{path}: unknown key '{key}'{_nearest(key, known)}")
         _check_overrides(overrides, known)
-        config = _compose(path.parent, path.stem, overrides)
-        schema = _schema()
+        config = _compose(path.parent, path.stem, normalise_overrides(overrides))
         _check_types(path, OmegaConf.to_container(config, resolve=False), known)
-        if schema is not None:
-            OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(schema), config.get("mapd") or {}))
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except (HydraException, OmegaConfBaseException) as error:
         cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
         raise UserError(f"{path}: {str(cause).strip().splitlines()[0]}") from error
+    MapdConfig.from_mapping(config.get("mapd"))
     return config
 
 
@@ -89,6 +97,11 @@ def find_recipe(path: str | Path) -> Path:
             return candidate.resolve()
     names = ", ".join(sorted(str(p.relative_to(shipped).with_suffix("")) for p in shipped.glob("*/*.yaml")))
     raise UserError(f"no recipe '{path}' (shipped: {names or 'none'})")
+
+
+def normalise_overrides(overrides: Sequence[str]) -> list[str]:
+    """Overrides of the ``mapd`` section as ``++key=value``: a key that the recipe leaves out may still be set."""
+    return [f"++{text}" if text.startswith("mapd.") else text for text in overrides]
 
 
 def check_files(config: DictConfig) -> None:
@@ -213,12 +226,6 @@ def verl_config_dir() -> Path:
     return Path(spec.origin).parent / "trainer/config"
 
 
-def _schema() -> type | None:
-    from mapd_verl.config import MapdConfig
-
-    return MapdConfig
-
-
 def _known_keys(recipe: dict[str, Any]) -> dict[str, Any]:
     """The tree of keys that verl (with the recipe's own ``defaults``) and our schema define."""
     from omegaconf import OmegaConf
@@ -229,9 +236,8 @@ def _known_keys(recipe: dict[str, Any]) -> dict[str, Any]:
         base = OmegaConf.to_container(_compose(Path(folder), "base", ()), resolve=False)
     assert isinstance(base, dict)
     known = {str(key): value for key, value in base.items()}
-    schema = _schema()
-    if schema is not None:
-        known["mapd"] = OmegaConf.to_container(OmegaConf.structured(schema), resolve=False)
+    known["mapd"] = OmegaConf.to_container(OmegaConf.structured(MapdConfig), resolve=False)
+    known["mapd"]["agent"] = dataclasses.asdict(AgentConfig())
     return known
 
 
