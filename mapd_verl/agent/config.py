@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
+
+from mapd_verl.errors import UserError
 
 MODES = ("compat", "strict")
 
@@ -96,9 +99,19 @@ class AgentConfig:
         Raises:
             UserError: naming the key, for anything unknown or out of range.
         """
-        from mapd_verl.config.loader import load_section
-
-        return load_section(cls, {**(values or {}), **overrides}, "mapd.agent")
+        merged = {**(values or {}), **overrides}
+        known = [field.name for field in fields(cls)]
+        for key in merged:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+                raise UserError(f"mapd.agent.{key}: unknown key, {hint}")
+        if isinstance(merged.get("retriever_urls"), list):
+            merged["retriever_urls"] = tuple(merged["retriever_urls"])
+        try:
+            return cls(**merged)
+        except ValueError as error:
+            raise UserError(f"mapd.agent.{error}") from error
 
 
 def _require_int(name: str, value: Any, least: int) -> None:
