@@ -7,53 +7,23 @@ after bounded retries over all given URLs, so that a rollout can be marked faile
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import threading
 import time
-import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Literal, get_args
-from urllib.parse import urlsplit
+from typing import Any
 
 import httpx
 
-ErrorCode = Literal[
-    "empty_query",  # nothing to search for; no request was made
-    "unreachable",  # no connection, or it broke
-    "timeout",  # no complete answer in time
-    "overloaded",  # 429
-    "unavailable",  # 502, 503, 504: starting, stopping or behind a failing proxy
-    "server_error",  # any other 5xx
-    "bad_request",  # 3xx, 4xx: the service refuses this request
-    "bad_response",  # 200 with something else than a retrieval answer
-]
-ERROR_CODES: tuple[str, ...] = get_args(ErrorCode)
+from .coalesce import Coalescer
+from .transport import ERROR_CODES, ErrorCode, Failure, Passage, post_queries, retrieve_url
 
-_MAX_ANSWER_BYTES = 16 * 1024 * 1024
+__all__ = ["ERROR_CODES", "ErrorCode", "Passage", "RetrievalClient", "SearchResult"]
 
-
-@dataclass(frozen=True)
-class Passage:
-    """One retrieved passage. ``id`` is "" and ``score`` None where a service sends none.
-
-    As in Search-R1 the title is the first line of ``contents``, its quotes kept, and the text is the
-    rest; contents of one line are all title and no text.
-    """
-
-    id: str
-    contents: str
-    score: float | None
-
-    @property
-    def title(self) -> str:
-        return self.contents.split("\n", 1)[0]
-
-    @property
-    def text(self) -> str:
-        return self.contents.partition("\n")[2]
+# One query of a batch may be what the service chokes on; its neighbours must not pay for it.
+_ASK_ALONE = ("bad_request", "server_error", "bad_response")
 
 
 @dataclass(frozen=True)
@@ -66,21 +36,10 @@ class SearchResult:
 
     ok: bool
     passages: list[Passage]
-    error: str | None = None
+    error: ErrorCode | None = None
     detail: str = ""
     attempts: int = 0
     seconds: float = 0.0
-
-
-class _Failure(Exception):
-    """One failed attempt; ``wait`` is the service's own wish in seconds (Retry-After)."""
-
-    def __init__(self, code: ErrorCode, detail: str, retry: bool = True, wait: float | None = None) -> None:
-        super().__init__(detail)
-        self.code = code
-        self.detail = detail
-        self.retry = retry
-        self.wait = wait
 
 
 class RetrievalClient:
@@ -90,9 +49,13 @@ class RetrievalClient:
     failed within ``cooldown`` seconds last. ``timeout``: seconds for one attempt, from connecting to the
     last byte. ``retries``: further attempts after the first, over all URLs together; a URL that refuses the
     request (4xx) isn't asked again. Before it asks a URL again it waits ``backoff * 2^n`` seconds with
-    jitter, or what Retry-After asks, never more than ``max_backoff``. So a
-    search takes at most ``(retries + 1) * timeout + retries * max_backoff`` seconds once its request starts;
-    ``max_concurrency`` bounds the requests in flight on one event loop, and further searches queue.
+    jitter, or what Retry-After asks, never more than ``max_backoff``. So a search takes at most
+    ``(retries + 1) * timeout + retries * max_backoff`` seconds once its request starts, twice that if its
+    batch fails for a reason that lies in one query: then each is asked alone.
+
+    Searches of one event loop that are made together share requests of up to ``max_batch`` queries (1 turns it
+    off), waiting at most ``batch_window`` seconds for company. ``max_concurrency`` bounds the requests in
+    flight on one loop. ``trust_env``: go through the environment's HTTP proxy.
 
     Usable from several event loops and threads (each loop gets its own connection pool, made when first
     needed), and picklable. Raises ValueError for URLs or settings that can't be right.
@@ -108,15 +71,22 @@ class RetrievalClient:
         max_backoff: float = 2.0,
         cooldown: float = 5.0,
         max_concurrency: int = 64,
+        max_batch: int = 64,
+        batch_window: float = 0.002,
         trust_env: bool = False,
     ) -> None:
-        self.urls = [_retrieve_url(url) for url in ([urls] if isinstance(urls, str) else urls)]
+        self.urls = [retrieve_url(url) for url in ([urls] if isinstance(urls, str) else urls)]
         if not self.urls:
             raise ValueError("RetrievalClient needs at least one URL")
-        for name, value, least in (("topk", topk, 1), ("retries", retries, 0), ("max_concurrency", max_concurrency, 1)):
+        counts = {"topk": (topk, 1), "retries": (retries, 0), "max_batch": (max_batch, 1)}
+        for name, (value, least) in {**counts, "max_concurrency": (max_concurrency, 1)}.items():
             if value < least:
                 raise ValueError(f"RetrievalClient: {name} must be at least {least}, got {value}")
-        if timeout <= 0:
+        seconds = {"backoff": backoff, "max_backoff": max_backoff, "cooldown": cooldown, "batch_window": batch_window}
+        for name, duration in seconds.items():
+            if not duration >= 0:
+                raise ValueError(f"RetrievalClient: {name} must be at least 0 seconds, got {duration}")
+        if not timeout > 0:
             raise ValueError(f"RetrievalClient: timeout must be above 0 seconds, got {timeout}")
         self.topk = topk
         self.timeout = timeout
@@ -125,12 +95,14 @@ class RetrievalClient:
         self.max_backoff = max_backoff
         self.cooldown = cooldown
         self.max_concurrency = max_concurrency
+        self.max_batch = max_batch
+        self.batch_window = batch_window
         self.trust_env = trust_env
         self._reset()
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._pools: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Pool] = weakref.WeakKeyDictionary()
+        self._pools: dict[asyncio.AbstractEventLoop, _Pool] = {}
         self._turn = random.randrange(len(self.urls))
         self._cool_until: dict[str, float] = {}
 
@@ -144,49 +116,27 @@ class RetrievalClient:
     async def search(self, query: str, topk: int | None = None) -> SearchResult:
         """The best passages for ``query``; never raises for what a service does or doesn't do.
 
-        A blank query gives ``error="empty_query"`` without a request. Cancelling the task cancels the search.
+        A blank query gives ``error="empty_query"`` without a request. ``topk`` None takes the client's;
+        below 1 is a ValueError. Cancelling the task abandons the search.
         """
+        if topk is not None and topk < 1:
+            raise ValueError(f"topk must be at least 1, got {topk}")
         started = time.monotonic()
         if not query.strip():
             return SearchResult(False, [], "empty_query", "the query is blank")
-        payload = {"queries": [query], "topk": topk or self.topk, "return_scores": True}
-        # ASCII escapes carry every string that Python can hold, lone surrogates too.
-        body = json.dumps(payload).encode("ascii")
-        failure: _Failure | None = None
-        attempts = 0
-        tried: set[str] = set()
-        refused: set[str] = set()
-        pool = self._pool()
-        for url in self._order():
-            if url in refused:
-                continue
-            if failure is not None and url in tried:
-                await asyncio.sleep(self._pause(attempts - 1, failure.wait))
-            tried.add(url)
-            attempts += 1
-            try:
-                async with pool.slots:
-                    passages = await self._attempt(pool.http, url, body)
-            except _Failure as error:
-                failure = error
-                self._cool_until[url] = time.monotonic() + self.cooldown
-                if not error.retry:
-                    refused.add(url)
-            else:
-                self._cool_until.pop(url, None)
-                return SearchResult(True, passages, attempts=attempts, seconds=time.monotonic() - started)
-        assert failure is not None
-        return SearchResult(False, [], failure.code, failure.detail, attempts, time.monotonic() - started)
+        result = await self._pool().coalescer.submit(query, topk or self.topk)
+        return replace(result, seconds=time.monotonic() - started)
 
     async def search_many(self, queries: Iterable[str], topk: int | None = None) -> list[SearchResult]:
-        """``search`` for each query, concurrently, results in the order of the queries."""
+        """``search`` for each query, together, results in the order of the queries."""
         return list(await asyncio.gather(*(self.search(query, topk) for query in queries)))
 
     async def aclose(self) -> None:
-        """Close the running loop's connections; the client can be used again afterwards."""
+        """Finish the running loop's searches and close its connections; the client can be used again."""
         with self._lock:
             pool = self._pools.pop(asyncio.get_running_loop(), None)
         if pool is not None:
+            await pool.coalescer.drain()
             await pool.http.aclose()
 
     async def __aenter__(self) -> RetrievalClient:
@@ -202,8 +152,41 @@ class RetrievalClient:
         with self._lock:
             pool = self._pools.get(loop)
             if pool is None:
-                pool = self._pools[loop] = _Pool(self.max_concurrency, self.trust_env)
+                for ended in [known for known in self._pools if known.is_closed()]:
+                    del self._pools[ended]  # a pool refers to its loop, so neither would go by itself
+                pool = self._pools[loop] = _Pool(self)
             return pool
+
+    async def _send(self, pool: _Pool, queries: Sequence[str], topk: int) -> list[SearchResult]:
+        """A result for each query, from one request if all goes well."""
+        attempts = 0
+        tried: set[str] = set()
+        refused: set[str] = set()
+        failure: Failure | None = None
+        for url in self._order():
+            if url in refused:
+                continue
+            if failure is not None and url in tried:
+                await asyncio.sleep(self._pause(attempts - 1, failure.wait))
+            tried.add(url)
+            attempts += 1
+            try:
+                async with pool.slots:
+                    found = await post_queries(pool.http, url, queries, topk, self.timeout)
+            except Failure as error:
+                failure = error
+                self._cool_until[url] = time.monotonic() + self.cooldown
+                if not error.retry:
+                    refused.add(url)
+                if error.code in _ASK_ALONE and len(queries) > 1:
+                    alone = await asyncio.gather(*(self._send(pool, [query], topk) for query in queries))
+                    return [result for results in alone for result in results]
+            else:
+                self._cool_until.pop(url, None)
+                return [SearchResult(True, passages, attempts=attempts) for passages in found]
+        if failure is None:
+            raise RuntimeError("a search made no attempt")  # the order of URLs is never empty
+        return [SearchResult(False, [], failure.code, failure.detail, attempts) for _ in queries]
 
     def _order(self) -> list[str]:
         """The URL of each attempt."""
@@ -220,96 +203,23 @@ class RetrievalClient:
             return min(wish * random.uniform(1.0, 1.25), self.max_backoff)
         return min(self.backoff * 2**retry * random.uniform(0.5, 1.5), self.max_backoff)
 
-    async def _attempt(self, http: httpx.AsyncClient, url: str, body: bytes) -> list[Passage]:
-        try:
-            async with asyncio.timeout(self.timeout):
-                async with http.stream("POST", url, content=body) as answer:
-                    status, headers = answer.status_code, answer.headers
-                    content = bytearray()
-                    async for chunk in answer.aiter_bytes():
-                        content += chunk
-                        if len(content) > _MAX_ANSWER_BYTES:
-                            raise _Failure("bad_response", f"{url}: answer larger than {_MAX_ANSWER_BYTES} bytes")
-        except (TimeoutError, httpx.TimeoutException) as error:
-            raise _Failure("timeout", f"{url}: no answer within {self.timeout:g} s") from error
-        except httpx.DecodingError as error:
-            raise _Failure("bad_response", f"{url}: {error}") from error
-        except (httpx.HTTPError, OSError) as error:
-            raise _Failure("unreachable", f"{url}: {type(error).__name__}: {error}") from error
-        if status != 200:
-            raise _http_failure(url, status, headers, bytes(content))
-        return _read_passages(url, bytes(content))
-
 
 class _Pool:
-    """What belongs to one event loop."""
+    """What belongs to one event loop: its connections and the searches that wait for company."""
 
-    def __init__(self, max_concurrency: int, trust_env: bool) -> None:
-        self.slots = asyncio.Semaphore(max_concurrency)
+    def __init__(self, client: RetrievalClient) -> None:
+        async def send(queries: Sequence[str], topk: int) -> list[SearchResult]:
+            return await client._send(self, queries, topk)
+
+        self.slots = asyncio.Semaphore(client.max_concurrency)
+        self.coalescer = Coalescer(send, client.batch_window, client.max_batch)
         self.http = httpx.AsyncClient(
-            # One attempt's time is bounded as a whole by the caller; httpx would only bound each read.
+            # One attempt's time is bounded as a whole; httpx would only bound each read.
             timeout=None,
-            limits=httpx.Limits(max_connections=max_concurrency, max_keepalive_connections=max_concurrency),
+            limits=httpx.Limits(
+                max_connections=client.max_concurrency, max_keepalive_connections=client.max_concurrency
+            ),
             headers={"Content-Type": "application/json", "Accept": "application/json"},
             follow_redirects=False,
-            trust_env=trust_env,
+            trust_env=client.trust_env,
         )
-
-
-def _retrieve_url(url: str) -> str:
-    parts = urlsplit(url)
-    try:
-        port_fits = parts.port is None or parts.port > 0
-    except ValueError:
-        port_fits = False
-    if parts.scheme not in ("http", "https") or not parts.hostname or not port_fits or parts.query or parts.fragment:
-        raise ValueError(f"RetrievalClient: not the http URL of a service: {url!r}")
-    base = url.rstrip("/")
-    try:
-        httpx.URL(base)
-    except httpx.InvalidURL as error:
-        raise ValueError(f"RetrievalClient: not the http URL of a service: {url!r} ({error})") from error
-    return base if parts.path.rstrip("/").endswith("/retrieve") else f"{base}/retrieve"
-
-
-def _http_failure(url: str, status: int, headers: httpx.Headers, content: bytes) -> _Failure:
-    excerpt = content[:200].decode("utf-8", "replace").strip()
-    detail = f"{url}: HTTP {status}: {excerpt}"
-    wait: float | None = None
-    asked = headers.get("retry-after", "")
-    if asked.isdecimal():
-        wait = float(asked)
-    if status == 429:
-        return _Failure("overloaded", detail, wait=wait)
-    if status in (502, 503, 504):
-        return _Failure("unavailable", detail, wait=wait)
-    if status >= 500:
-        return _Failure("server_error", detail, wait=wait)
-    return _Failure("bad_request", detail, retry=False)
-
-
-def _read_passages(url: str, content: bytes) -> list[Passage]:
-    """Passages of the one query of an answer; raises _Failure for any other shape."""
-    try:
-        result = json.loads(content)["result"]
-        if not isinstance(result, list) or len(result) != 1 or not isinstance(result[0], list):
-            raise ValueError("'result' is not a list of one list")
-        return [_read_passage(item) for item in result[0]]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-        excerpt = content[:120].decode("utf-8", "replace")
-        raise _Failure("bad_response", f"{url}: not a retrieval answer ({reason}): {excerpt!r}") from error
-
-
-def _read_passage(item: Any) -> Passage:
-    if not isinstance(item, dict):
-        raise ValueError(f"a result is {type(item).__name__}, not an object")
-    document = item.get("document", item)
-    if not isinstance(document, dict):
-        raise ValueError(f"'document' is {type(document).__name__}, not an object")
-    contents, score, identifier = document["contents"], item.get("score"), document.get("id", "")
-    if not isinstance(contents, str):
-        raise ValueError(f"'contents' is {type(contents).__name__}, not a string")
-    if score is not None and (isinstance(score, bool) or not isinstance(score, int | float)):
-        raise ValueError(f"'score' is {type(score).__name__}, not a number")
-    return Passage(str(identifier), contents, None if score is None else float(score))
