@@ -43,6 +43,8 @@ class SearchResultLike(Protocol):
     def passages(self) -> Sequence[PassageLike]: ...
     @property
     def error(self) -> str | None: ...
+    @property
+    def detail(self) -> str: ...
 
 
 Generate = Callable[..., Awaitable[GeneratedLike]]
@@ -263,7 +265,7 @@ class _Runner:
             return self._writer.notice("empty_query", budget)
         result = await self._search(action.text)
         if not result.ok:
-            episode.failures.append(Failure(turn, "retrieval_failed", result.error or "no reason given"))
+            episode.failures.append(Failure(turn, "retrieval_failed", f"{result.error}: {result.detail}"))
             # The notice fits any sane budget; the failure must not be lost where it does not.
             return self._writer.notice("retrieval_failed", budget) or Observation("retrieval_failed", "", ())
         episode.searches += 1

@@ -146,6 +146,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--topk", type=int, default=3)
     parser.add_argument("--reward-mode", choices=("compat", "strict"), default="compat")
     parser.add_argument("--max-batch", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--out", type=Path, help="JSON lines, one record a question")
     return parser.parse_args(arguments)
 
@@ -153,9 +154,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 async def evaluate_folder(options: argparse.Namespace) -> list[Record]:
     """All of the command but its printing."""
     from mapd_verl.agent.config import AgentConfig
+    from mapd_verl.agent.search import make_client
     from mapd_verl.cpu.generation import BatchedGenerator
     from mapd_verl.data.rows import read_questions
-    from retrieval_server.client import RetrievalClient
 
     if options.limit is not None and options.limit < 1:
         raise UserError(f"--limit: want at least 1, got {options.limit}")
@@ -177,21 +178,32 @@ async def evaluate_folder(options: argparse.Namespace) -> list[Record]:
     questions = read_questions(options.data, options.limit)
     contexts = privileged_contexts(questions, options.privilege, options.protocols, options.protocol_template)
     tokenizer, model = load_model(options.model)
-    generator = BatchedGenerator(model, tokenizer.eos_token_id, tokenizer.pad_token_id, max_batch=options.max_batch)
-    client = RetrievalClient(list(config.retriever_urls), topk=config.topk, timeout=config.retriever_timeout_s)
     sampling = {"temperature": options.temperature, "top_p": options.top_p, "seed": options.seed}
-    return await evaluate(
-        questions,
-        generator.generate,
-        client.search,
-        tokenizer,
-        config,
-        sampling,
-        contexts,
-        options.privilege,
-        concurrency=options.max_batch,
-        max_context_tokens=options.max_context_tokens,
-    )
+    async with make_client(config) as client:
+        # One query before the first episode: a service that is down should not cost a run to notice.
+        probe = await client.search(questions[0].question)
+        if not probe.ok:
+            raise UserError(f"retrieval service: {probe.error}: {probe.detail}")
+        with BatchedGenerator(
+            model,
+            tokenizer.eos_token_id,
+            tokenizer.pad_token_id,
+            max_batch=options.max_batch,
+            max_length=model.config.max_position_embeddings,
+            num_threads=options.threads,
+        ) as generator:
+            return await evaluate(
+                questions,
+                generator.generate,
+                client.search,
+                tokenizer,
+                config,
+                sampling,
+                contexts,
+                options.privilege,
+                concurrency=options.max_batch,
+                max_context_tokens=options.max_context_tokens,
+            )
 
 
 @one_line_errors("mapd eval")
