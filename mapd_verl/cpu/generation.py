@@ -26,8 +26,8 @@ from mapd_verl.cpu.slots import SlotTable
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
 
-#: Tokens of one packed prefill; it bounds the activations' memory.
-MAX_PREFILL_TOKENS = 8192
+#: Tokens of one packed prefill. Above about a thousand the activations leave the cores cache and each token gets dearer.
+MAX_PREFILL_TOKENS = 1024
 
 StopReason = Literal["stop", "length", "aborted"]
 
