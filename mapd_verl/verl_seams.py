@@ -35,9 +35,15 @@ SEAMS: dict[str, str] = {
     "ReplayBuffer": "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer",
     "Role": "verl.trainer.ppo.utils:Role",
     "marked_timer": "verl.utils.debug:marked_timer",
+    "tq": "transfer_queue:",
     # Worker and loss
     "ActorRolloutRefWorker": "verl.workers.engine_workers:ActorRolloutRefWorker",
     "TrainingWorker": "verl.workers.engine_workers:TrainingWorker",
+    "Dispatch": "verl.single_controller.base.decorator:Dispatch",
+    "register_worker_method": "verl.single_controller.base.decorator:register",
+    "Dispatch": "verl.single_controller.base.decorator:Dispatch",
+    "register": "verl.single_controller.base.decorator:register",  # of a worker's methods
+    "tensordict_utils": "verl.utils.tensordict_utils:",
     "ppo_loss": "verl.workers.utils.losses:ppo_loss",
     "agg_loss": "verl.trainer.ppo.core_algos:agg_loss",
     "kl_penalty": "verl.trainer.ppo.core_algos:kl_penalty",
@@ -68,6 +74,9 @@ SEAMS: dict[str, str] = {
     "PlatformRegistry": "verl.plugin.platform.platform_manager:PlatformRegistry",
     "get_platform": "verl.plugin.platform:get_platform",
     "get_device_name": "verl.utils.device:get_device_name",
+    "get_device_id": "verl.utils.device:get_device_id",
+    "tensordict_utils": "verl.utils.tensordict_utils:",
+    "get_device_id": "verl.utils.device:get_device_id",
     "distributed": "verl.utils.distributed:",
 }
 

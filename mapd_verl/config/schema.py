@@ -43,7 +43,9 @@ class ObjectiveConfig:
         if not 0.0 <= self.weight < float("inf"):
             raise ValueError(f"mapd.objective.weight: must be a finite number >= 0, got {self.weight}")
         if (self.beta is not None) != (self.name == "jsd"):
-            raise ValueError(f"mapd.objective.beta: jsd needs it and no other takes it, got {self.beta} for {self.name}")
+            raise ValueError(
+                f"mapd.objective.beta: jsd needs it and no other takes it, got {self.beta} for {self.name}"
+            )
         if self.beta is not None and not 0.0 < self.beta < 1.0:
             raise ValueError(
                 f"mapd.objective.beta: must lie strictly between 0 and 1, got {self.beta} "
@@ -130,7 +132,8 @@ class MapdConfig:
         from omegaconf.errors import OmegaConfBaseException
 
         try:
-            return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), mapping or {}))
+            section: Any = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(cls), mapping or {}))
+            return section
         except OmegaConfBaseException as error:
             key = f"mapd.{error.full_key}: " if error.full_key else "mapd: "
             raise UserError(key + str(error).splitlines()[0]) from error

@@ -1,0 +1,272 @@
+"""The update's two forwards: verl's FSDP engine with a teacher branch and a head for policy tokens only.
+
+Why here and not in the loss function or before the update: docs/decisions/0002-where-the-teacher-forward-sits.md.
+
+A micro-batch goes through, in this order: the teacher's view without gradient and in evaluation mode, then
+the student's view as verl runs it. Both use the parameters as they are at this moment, both project only
+policy tokens onto the vocabulary (``mapd.logits: policy_tokens``). The per-token divergence joins verl's
+model output under ``divergence``, in the layout of ``log_probs``; ``loss.py`` aggregates it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from tensordict import TensorDict
+
+from mapd_verl import views
+from mapd_verl.errors import UserError
+from mapd_verl.loss import DIVERGENCE, MapdLoss
+from mapd_verl.verl_seams import EngineRegistry, get_device_id, get_device_name, tensordict_utils
+
+#: Batch fields that the trainer writes before the update.
+TEACHER_PROMPTS, SOURCE = "teacher_prompt_ids", "privilege_source"
+
+#: Output switches of verl that want the logits of every position.
+_FULL_LOGITS_SWITCHES = ("distillation_use_topk", "distillation_only", "calculate_sum_pi_squared", "use_fused_kernels")
+
+if TYPE_CHECKING:
+
+    class _Base:
+        """The part of verl's FSDP engine that the mixin stands on."""
+
+        module: Any
+        use_ulysses_sp: bool
+        mode: str | None
+
+        def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]: ...
+        def prepare_model_outputs(
+            self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any
+        ) -> dict[str, torch.Tensor]: ...
+        def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any: ...
+        def get_data_parallel_size(self) -> int: ...
+
+else:
+    _Base = object
+
+
+@dataclass
+class _Plan:
+    """What one micro-batch's forwards do beyond verl's."""
+
+    selection: views.TokenSelection
+    #: Where the selected tokens are predicted in the student's output, its first two dimensions flattened.
+    positions: torch.Tensor
+    head_selected: bool
+    loss: MapdLoss | None
+    #: ``[N', V]``, and which selected tokens its rows face, ``[N]`` bool; None when no row has a context.
+    teacher: tuple[torch.Tensor, torch.Tensor] | None = None
+    teacher_seconds: float = 0.0
+
+
+class TwoViewEngine(_Base):
+    """Mixin before one of verl's FSDP language-model engines."""
+
+    #: ``policy_tokens`` or ``all``; see ``MapdConfig.logits``.
+    logits: str = "all"
+    _plan: _Plan | None = None
+
+    def forward_step(self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool) -> Any:
+        micro_batch = micro_batch.to(get_device_id())
+        self._plan = self._make_plan(micro_batch, loss_function, forward_only)
+        try:
+            if self._plan is None or not self._plan.head_selected:
+                return super().forward_step(micro_batch, loss_function, forward_only)
+            with self._head_over(self._plan.positions):
+                return super().forward_step(micro_batch, loss_function, forward_only)
+        finally:
+            self._plan = None
+
+    def prepare_model_outputs(
+        self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any
+    ) -> dict[str, torch.Tensor]:
+        plan = self._plan
+        if plan is None:
+            return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+        temperature = _temperature(micro_batch, plan.selection.rows)
+        if plan.head_selected:
+            logits = _full(output.logits).squeeze(0) / temperature
+            model_output = self._selected_outputs(logits, micro_batch, plan)
+        else:
+            logits = _full(output.logits)
+            logits = logits.reshape(-1, logits.shape[-1])[plan.positions] / temperature
+            model_output = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
+        if plan.loss is not None:
+            model_output[DIVERGENCE] = self._divergence(logits, micro_batch, plan)
+            plan.loss.teacher_seconds = plan.teacher_seconds
+        return model_output
+
+    # ---------------------------------------------------------------- the plan
+
+    def _make_plan(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> _Plan | None:
+        loss = loss_function if isinstance(loss_function, MapdLoss) and not forward_only else None
+        blocked = self._why_full_logits(micro_batch)
+        if loss is not None and blocked:
+            raise UserError(f"mapd.objective: a teacher branch does not work with {blocked}")
+        if loss is None and (blocked or self.logits == "all"):
+            return None
+        selection = views.select_tokens(micro_batch["response_mask"])
+        plan = _Plan(
+            selection=selection,
+            positions=self._positions(micro_batch, micro_batch["prompts"], micro_batch["input_ids"], selection),
+            head_selected=self.logits == "policy_tokens" and not blocked,
+            loss=loss,
+        )
+        if loss is not None:
+            start = time.perf_counter()
+            plan.teacher = self._teacher(micro_batch, selection)
+            plan.teacher_seconds = time.perf_counter() - start
+        return plan
+
+    def _why_full_logits(self, micro_batch: TensorDict) -> str:
+        """What stands against projecting selected tokens only; empty if nothing does."""
+        for switch in _FULL_LOGITS_SWITCHES:
+            if tensordict_utils.get_non_tensor_data(data=micro_batch, key=switch, default=False):
+                return switch
+        if getattr(self, "use_ulysses_sp", False):
+            return "ulysses_sequence_parallel_size > 1"
+        for name in ("response_mask", "prompts", "responses"):
+            if name not in micro_batch or not micro_batch[name].is_nested:
+                return f"a batch without nested {name}"
+        if micro_batch["position_ids"].dim() == 3:
+            return "multimodal position ids"
+        return ""
+
+    @staticmethod
+    def _positions(
+        micro_batch: TensorDict, prompts: torch.Tensor, input_ids: torch.Tensor, selection: views.TokenSelection
+    ) -> torch.Tensor:
+        packed = tensordict_utils.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
+        return (views.packed_positions if packed else views.padded_positions)(prompts, input_ids, selection)
+
+    # -------------------------------------------------------------- the teacher
+
+    def _teacher(
+        self, micro_batch: TensorDict, selection: views.TokenSelection
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Teacher logits of the selected tokens of rows with a context, temperature applied, ``[N', V]``."""
+        for name in (TEACHER_PROMPTS, SOURCE):
+            if name not in micro_batch:
+                raise UserError(f"the batch lacks '{name}': train with trainer.v1.trainer_mode=mapd_sync")
+        view = views.teacher_view(
+            micro_batch[TEACHER_PROMPTS], micro_batch["responses"], micro_batch[SOURCE].reshape(-1) > 0, selection
+        )
+        if view is None:
+            if self.get_data_parallel_size() > 1:
+                # Other ranks may have rows: FSDP's all-gathers must meet on every rank.
+                first = views.ragged([micro_batch["prompts"].unbind()[0][:1]])
+                nothing = views.TokenSelection(selection.rows[:0], selection.steps[:0])
+                self._teacher_forward(micro_batch, first, first, torch.zeros_like(first), nothing)
+            return None
+        logits = self._teacher_forward(micro_batch, view.prompts, view.input_ids, view.position_ids, view.selection)
+        return logits / _temperature(micro_batch, view.rows[view.selection.rows]), view.mask
+
+    def _teacher_forward(
+        self,
+        micro_batch: TensorDict,
+        prompts: torch.Tensor,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        selection: views.TokenSelection,
+    ) -> torch.Tensor:
+        """Logits ``[N', V]`` of the teacher's view: current parameters, no gradient, no dropout."""
+        batch = TensorDict({"input_ids": input_ids, "position_ids": position_ids}, batch_size=[input_ids.shape[0]])
+        switches = {
+            key: tensordict_utils.get_non_tensor_data(data=micro_batch, key=key, default=default)
+            for key, default in (("use_remove_padding", True), ("pad_token_id", 0))
+        }
+        # The temperature is applied to the selected logits afterwards.
+        tensordict_utils.assign_non_tensor(batch, temperature=1.0, **switches)
+        inputs, _ = self.prepare_model_inputs(batch)
+        positions = self._positions(micro_batch, prompts, input_ids, selection)
+        training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad(), self._autocast(), self._head_over(positions):
+                return _full(self.module(**inputs, use_cache=False).logits).squeeze(0)
+        finally:
+            self.module.train(training)
+
+    def _autocast(self) -> AbstractContextManager:
+        """As in verl's ``forward_step``: none for float32."""
+        dtype = getattr(self, "_autocast_dtype", torch.bfloat16)
+        return nullcontext() if dtype == torch.float32 else torch.autocast(device_type=get_device_name(), dtype=dtype)
+
+    # ------------------------------------------------------------------ outputs
+
+    @contextmanager
+    def _head_over(self, positions: torch.Tensor) -> Iterator[None]:
+        """Within, the model's head sees only ``positions`` of its flattened input: logits are ``[1, N, V]``."""
+
+        def select(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            hidden = args[0]
+            return (hidden.reshape(-1, hidden.shape[-1])[positions].unsqueeze(0), *args[1:])
+
+        handle = self.module.get_output_embeddings().register_forward_pre_hook(select)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def _selected_outputs(self, logits: torch.Tensor, micro_batch: TensorDict, plan: _Plan) -> dict[str, torch.Tensor]:
+        """verl's ``log_probs`` and ``entropy`` from the logits of the policy tokens; 0 at all other positions."""
+        input_ids = micro_batch["input_ids"]
+        where = views.packed_positions(micro_batch["prompts"], input_ids, plan.selection)
+        logits = logits.float()
+        normaliser = torch.logsumexp(logits, -1)
+        labels = views.take(micro_batch["responses"], plan.selection)
+        log_probs = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - normaliser
+        output = {"log_probs": views.scatter_packed(log_probs, where, input_ids)}
+        if tensordict_utils.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False):
+            entropy = normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
+            output["entropy"] = views.scatter_packed(entropy, where, input_ids)
+        return output
+
+    def _divergence(self, logits: torch.Tensor, micro_batch: TensorDict, plan: _Plan) -> torch.Tensor:
+        """``l_t`` where it is predicted, nested like ``input_ids``; 0 for tokens without a teacher."""
+        assert plan.loss is not None
+        input_ids = micro_batch["input_ids"]
+        where = views.packed_positions(micro_batch["prompts"], input_ids, plan.selection)
+        if plan.teacher is None:
+            return views.scatter_packed(logits.new_zeros(0, dtype=torch.float32), where[:0], input_ids)
+        teacher, mask = plan.teacher
+        if not bool(mask.all()):
+            logits, where = logits[mask], where[mask]
+        return views.scatter_packed(plan.loss.objective.token_losses(logits, teacher), where, input_ids)
+
+
+def _full(logits: torch.Tensor) -> torch.Tensor:
+    """Under tensor parallelism logits are sharded on the vocabulary."""
+    return logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+
+
+def _temperature(micro_batch: TensorDict, rows: torch.Tensor) -> Any:
+    """What the logits of tokens in ``rows`` are divided by: a number, or ``[N, 1]``. As verl clamps it."""
+    temperature = micro_batch["temperature"]
+    if isinstance(temperature, torch.Tensor):
+        return temperature.to(torch.float32)[rows].clamp(min=1e-8).unsqueeze(-1)
+    return max(float(temperature), 1e-8)
+
+
+@lru_cache(maxsize=8)
+def register_two_view_engine(model_type: str, backend: str) -> str:
+    """Register the two-view version of the engine that verl would choose here; return its model type.
+
+    Works for whatever engine the platform registered (cuda, npu, our cpu one), as it subclasses that.
+
+    Raises:
+        UserError: the backend's engine isn't an FSDP one.
+    """
+    base = EngineRegistry.get_engine_cls(model_type, backend)
+    if not hasattr(base, "prepare_model_outputs"):
+        raise UserError(f"actor.strategy={backend}: MAPD needs an FSDP engine (fsdp or fsdp2)")
+    name = f"mapd_{model_type}"
+    engine = type(f"TwoView{base.__name__}", (TwoViewEngine, base), {})
+    EngineRegistry.register(model_type=name, backend=backend, device=get_device_name())(engine)
+    return name

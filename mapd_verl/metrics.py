@@ -1,0 +1,61 @@
+"""What the step's log says about distillation and the agent; plain numbers in, plain numbers out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, MutableMapping, Sequence
+from typing import Any
+
+from mapd_verl.privilege import SOURCES
+
+#: verl prefixes what the actor's loss reports.
+_RAW = "actor/distillation/raw/"
+SEARCH = 1
+
+
+def fold_raw_sums(metrics: MutableMapping[str, Any], updates: int) -> None:
+    """Turn the loss's sums into means, in place.
+
+    ``distillation/kl`` is the mean divergence (nats) of all distilled tokens, ``distillation/kl/turn_0``
+    and ``distillation/kl/search`` that of a turn or action; a group without tokens has no entry.
+
+    Args:
+        metrics: the step's metrics after verl's ``_update_actor``.
+        updates: mini-batches of the step: verl averages over them, seconds are to be a total.
+    """
+    raw = {key.removeprefix(_RAW): metrics.pop(key) for key in [k for k in metrics if k.startswith(_RAW)]}
+    if not raw:
+        return
+    for key in [k for k in raw if k.startswith("sum/")]:
+        name = key.removeprefix("sum/")
+        tokens = raw[f"tokens/{name}"]
+        if tokens > 0:
+            metrics["distillation/kl" if name == "all" else f"distillation/kl/{name}"] = raw[key] / tokens
+    if raw["policy_tokens"] > 0:
+        metrics["distillation/token_share"] = raw["tokens/all"] / raw["policy_tokens"]
+    metrics["distillation/loss"] = metrics.pop("actor/distillation/loss")
+    metrics["timing_s/teacher_forward"] = raw["teacher_seconds"] * updates
+
+
+def source_shares(chosen: Sequence[str], names: Iterable[str]) -> dict[str, float]:
+    """``mapd/source/<name>``: the share of rollouts whose context came from each source.
+
+    Args:
+        chosen: the source of each rollout, padding left out.
+        names: sources that get an entry even at 0, so that curves have no gaps.
+    """
+    counts = Counter(chosen)
+    shown = [name for name in SOURCES if name in set(names) | set(counts)]
+    return {f"mapd/source/{name}": counts[name] / max(len(chosen), 1) for name in shown}
+
+
+def searches_of(turn_ids: Sequence[int], action_ids: Sequence[int]) -> int:
+    """Searches of one rollout: turns with a token of a search action (both fields ``[T]``)."""
+    return len({turn for turn, action in zip(turn_ids, action_ids, strict=True) if action == SEARCH})
+
+
+def mean_min_max(name: str, values: Sequence[float]) -> dict[str, float]:
+    """``name/mean``, ``/min``, ``/max``; nothing for no values."""
+    if not values:
+        return {}
+    return {f"{name}/mean": sum(values) / len(values), f"{name}/min": min(values), f"{name}/max": max(values)}

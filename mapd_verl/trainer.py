@@ -1,0 +1,254 @@
+"""verl's synchronous V1 trainer with privileged contexts: a subclass, thin on purpose.
+
+Between the rewards and the update it chooses each rollout's context (``privilege/``), writes the teacher's
+prompts beside the batch, and afterwards folds what the loss reported into the step's metrics. Everything
+else is verl's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+
+from mapd_verl import metrics as step_metrics
+from mapd_verl.config import MapdConfig
+from mapd_verl.errors import UserError
+from mapd_verl.examples import ExampleRecorder
+from mapd_verl.objectives import make_objective
+from mapd_verl.plugin import assert_loaded
+from mapd_verl.privilege import SOURCE_IDS, Rollout, Source, choose_contexts, make_source, privileged_prompt_ids
+from mapd_verl.verl_seams import (
+    PPOTrainerSync,
+    Role,
+    keep_trainer_synchronous,
+    marked_timer,
+    register_trainer,
+    set_poll_interval,
+    tq,
+)
+from mapd_verl.views import ragged
+from mapd_verl.worker import MapdActorRolloutRefWorker
+
+
+@register_trainer("mapd_sync")
+class MapdTrainer(PPOTrainerSync):
+    """``trainer.v1.trainer_mode=mapd_sync``.
+
+    Raises:
+        UserError: the ``mapd`` section is wrong, or asks for something the rest of the recipe rules out.
+    """
+
+    def __init__(self, config: Any) -> None:
+        assert_loaded()
+        section = OmegaConf.to_container(config.get("mapd") or OmegaConf.create({}), resolve=True)
+        self.mapd = MapdConfig.from_mapping(section)  # type: ignore[arg-type]  # a mapping, as the schema checks
+        self._section = section
+        self.objective = make_objective(self.mapd.objective)
+        keep_trainer_synchronous(config)
+        super().__init__(config)
+        set_poll_interval(self, self.mapd.poll_interval)
+        self.sources: list[Source] = []
+        self.examples = ExampleRecorder()
+
+    # ----------------------------------------------------------------- wiring
+
+    def _init_resource_pool_mgr(self) -> None:
+        super()._init_resource_pool_mgr()
+        for role in (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy):
+            if role in self.role_worker_mapping:
+                self.role_worker_mapping[role] = ray.remote(MapdActorRolloutRefWorker)
+
+    def on_init_end(self) -> None:
+        super().on_init_end()
+        self.actor_rollout_wg.set_mapd(self._section)
+        names = dict.fromkeys((self.mapd.privilege.context, self.mapd.privilege.fallback))
+        self.sources = [make_source(name, self._decode, self.mapd.privilege.success_score) for name in names]
+        self.examples.decode = self._decode
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        """Text of response ids with the agent's tags (they may be special tokens) but no end marker."""
+        ends = {self.tokenizer.eos_token_id, self.tokenizer.pad_token_id}
+        kept = list(ids)
+        while kept and kept[-1] in ends:
+            kept.pop()
+        return self.tokenizer.decode(kept, skip_special_tokens=False)
+
+    # ----------------------------------------------------------------- the step
+
+    def _update_actor(self, batch: Any, metrics: dict) -> Any:
+        self._agent_metrics(batch, metrics)
+        if self.objective.needs_teacher:
+            with marked_timer("privilege", self.timing_raw):
+                self._put_contexts(batch, metrics)
+        batch = super()._update_actor(batch, metrics)
+        actor = self.config.actor_rollout_ref.actor
+        mini_batch = actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
+        step_metrics.fold_raw_sums(metrics, updates=actor.ppo_epochs * len(batch) // mini_batch)
+        return batch
+
+    def _put_contexts(self, batch: Any, metrics: dict) -> None:
+        """Choose a context for every rollout and write the teacher's prompts to the queue.
+
+        Padding rows are copies of a real row's custom fields at that row's length (verl's padding_utils);
+        they get fields of their own here: no context, and a prompt that is never read.
+        """
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=_FIELDS)
+        prompts = [row.tolist() for row in data["prompts"].unbind()]
+        rollouts = self._rollouts(batch, data, prompts)
+        messages = _column(data, "raw_prompt", len(batch))
+        made: dict[tuple[str, str], list[int]] = {}
+        teacher_prompts, numbers = [], []
+        chosen = choose_contexts(rollouts, self.sources)
+        for i, (name, context) in enumerate(chosen):
+            if context is None or not (context.text or context.prompt_ids is not None):
+                ids = prompts[i]
+            elif context.prompt_ids is not None:
+                ids = list(context.prompt_ids)
+            else:
+                key = (rollouts[i].group, context.text)
+                if key not in made:
+                    made[key] = self._privileged_prompt(messages[i], context.text)
+                ids = made[key]
+            teacher_prompts.append(torch.tensor(ids, dtype=torch.int64))
+            numbers.append(SOURCE_IDS[name])
+            self.examples.note_context(batch.keys[i], name, context)
+        fields = {"teacher_prompt_ids": ragged(teacher_prompts), "privilege_source": torch.tensor(numbers)}
+        fields |= _trim_padding(data, rollouts)
+        tq.kv_batch_put(
+            keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(fields, batch_size=len(batch))
+        )
+        real = [name for (name, _), rollout in zip(chosen, rollouts, strict=True) if not rollout.is_padding]
+        configured = {"protocol", "own_rollout", "none", self.mapd.privilege.context, self.mapd.privilege.fallback}
+        metrics.update(step_metrics.source_shares(real, configured))
+        lengths = [float(len(ids)) for ids, n in zip(teacher_prompts, numbers, strict=True) if n > 0]
+        metrics.update(step_metrics.mean_min_max("distillation/teacher_prompt_length", lengths))
+
+    def _privileged_prompt(self, messages: Any, context: str) -> list[int]:
+        if messages is None:
+            raise UserError("the batch lacks 'raw_prompt': a privileged prompt needs the question's chat messages")
+        kwargs = self.config.data.get("apply_chat_template_kwargs") or {}
+        privilege = self.mapd.privilege
+        return privileged_prompt_ids(
+            self.tokenizer, messages, context, privilege.template, privilege.max_context_tokens, kwargs
+        )
+
+    def _rollouts(self, batch: Any, data: TensorDict, prompts: list[list[int]]) -> list[Rollout]:
+        """The batch's rows as the sources see them."""
+        n = len(batch)
+        has_protocol = _column(data, "has_protocol", n)
+        ready = data["teacher_prompt_ids"].unbind() if "teacher_prompt_ids" in data else [None] * n
+        columns = zip(
+            batch.tags,
+            _column(data, "uid", n),
+            _column(data, "question_id", n),
+            data["rm_scores"].unbind(),
+            data["responses"].unbind(),
+            _column(data, "protocol_text", n),
+            has_protocol,
+            ready,
+            _column(data, "reward_model", n),
+            strict=True,
+        )
+        return [
+            Rollout(
+                group=str(uid),
+                question_id=str(uid if question_id is None else question_id),
+                score=float(scores.sum()),
+                response_ids=response.tolist(),
+                protocol=text or None,
+                protocol_prompt_ids=prompt.tolist() if prompt is not None and bool(flag) else None,
+                answer=_first_target(reward_model),
+                is_padding=bool(tag.get("is_padding", False)),
+            )
+            for tag, uid, question_id, scores, response, text, flag, prompt, reward_model in columns
+        ]
+
+    def _agent_metrics(self, batch: Any, metrics: dict) -> None:
+        """Searches per question and policy tokens per rollout, where the agent loop reports turns and actions."""
+        data = tq.kv_batch_get(
+            keys=batch.keys,
+            partition_id=batch.partition_id,
+            select_fields=["response_mask", "turn_ids", "action_ids"],
+        )
+        real = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+        masks = data["response_mask"].unbind()
+        metrics.update(step_metrics.mean_min_max("agent/policy_tokens", [float(masks[i].sum()) for i in real]))
+        if "turn_ids" not in data or "action_ids" not in data:
+            return
+        turns, actions = data["turn_ids"].unbind(), data["action_ids"].unbind()
+        searches = [float(step_metrics.searches_of(turns[i].tolist(), actions[i].tolist())) for i in real]
+        metrics.update(step_metrics.mean_min_max("agent/searches_per_question", searches))
+
+    # ------------------------------------------------------------------ records
+
+    def _validate(self) -> dict[str, float]:
+        with self.examples.listening(self.replay_buffer):
+            return super()._validate()
+
+    def _log_rollout_data(self, batch: Any, timing_raw: dict, rollout_data_dir: str) -> None:
+        self.examples.note_batch(batch)
+        super()._log_rollout_data(batch, timing_raw, rollout_data_dir)
+
+    def _dump_generations(
+        self, inputs: Any, outputs: Any, gts: Any, scores: Any, reward_extra_infos_dict: dict, dump_path: str
+    ) -> None:
+        columns = self.examples.columns(reward_extra_infos_dict["uid"], gts)
+        outputs = columns.pop("output", outputs)
+        super()._dump_generations(inputs, outputs, gts, scores, reward_extra_infos_dict | columns, dump_path)
+
+
+_FIELDS = [
+    "uid",
+    "raw_prompt",
+    "prompts",
+    "responses",
+    "rm_scores",
+    "turn_ids",
+    "action_ids",
+    "teacher_prompt_ids",
+    "has_protocol",
+    "protocol_text",
+    "question_id",
+    "reward_model",
+]
+
+
+def _column(data: TensorDict, name: str, rows: int) -> list[Any]:
+    """A field that may be absent, one entry a row (verl hands non-tensor fields over in several wrappings)."""
+    if name not in data:
+        return [None] * rows
+    value = data[name]
+    if isinstance(value, torch.Tensor):
+        return value.reshape(rows, -1)[:, 0].tolist()
+    return [getattr(entry, "data", entry) for entry in (value.tolist() if hasattr(value, "tolist") else list(value))]
+
+
+def _first_target(reward_model: Any) -> str | None:
+    """The first gold answer of a Search-R1 ``reward_model`` column."""
+    truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+    target = truth.get("target") if isinstance(truth, dict) else truth
+    if isinstance(target, str) or target is None:
+        return target
+    return str(target[0]) if len(target) else None
+
+
+def _trim_padding(data: TensorDict, rollouts: Sequence[Rollout]) -> dict[str, torch.Tensor]:
+    """Turn and action ids whose padding rows fit their one-token response; nothing if there is none."""
+    if not any(rollout.is_padding for rollout in rollouts):
+        return {}
+    trimmed = {}
+    for name in ("turn_ids", "action_ids"):
+        if name in data:
+            rows = data[name].unbind()
+            trimmed[name] = ragged(
+                [
+                    row.new_full((len(rollout.response_ids),), -1) if rollout.is_padding else row
+                    for row, rollout in zip(rows, rollouts, strict=True)
+                ]
+            )
+    return trimmed

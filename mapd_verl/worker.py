@@ -1,0 +1,43 @@
+"""verl's workers with the two-view engine; thin on purpose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mapd_verl.config import MapdConfig
+from mapd_verl.engine import register_two_view_engine
+from mapd_verl.loss import MapdLoss
+from mapd_verl.objectives import AuxiliaryLoss, make_objective
+from mapd_verl.plugin import assert_loaded
+from mapd_verl.verl_seams import ActorRolloutRefWorker, Dispatch, TrainingWorker, register_worker_method
+
+
+class MapdTrainingWorker(TrainingWorker):
+    """A training worker whose engine is :class:`mapd_verl.engine.TwoViewEngine` over verl's."""
+
+    def __init__(self, config: Any) -> None:
+        assert_loaded()
+        model_type = config.model_type
+        config.model_type = register_two_view_engine(model_type, config.engine_config.strategy)
+        super().__init__(config)
+        # verl chooses the engine by this name and, later, the kind of model to load.
+        self.model_config.model_type = model_type
+
+
+class MapdActorRolloutRefWorker(ActorRolloutRefWorker):
+    """The colocated worker; the trainer tells it the objective once the models stand."""
+
+    actor_worker_cls = MapdTrainingWorker
+    ref_worker_cls = MapdTrainingWorker
+
+    @register_worker_method(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_mapd(self, section: dict[str, Any]) -> None:
+        """Take the recipe's ``mapd`` section (plain containers). With no active objective verl's loss stays."""
+        config = MapdConfig.from_mapping(section)
+        for worker in (self.actor, self.ref):
+            if worker is not None:
+                worker.engine.logits = config.logits
+        objective = make_objective(config.objective)
+        self.actor.set_loss_fn(
+            MapdLoss(self.loss_fn, objective) if isinstance(objective, AuxiliaryLoss) else self.loss_fn
+        )
