@@ -22,7 +22,6 @@ CPU_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # Several processes share two cores: more threads only fight.
     "OMP_NUM_THREADS": "1",
-    "CUDA_VISIBLE_DEVICES": "",
 }
 ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",

@@ -18,8 +18,9 @@ from mapd_verl.config.recipe import load_recipe
 from mapd_verl.errors import UserError
 from mapd_verl.quickstart import tables
 from mapd_verl.quickstart.options import ARMS, Options, parse
-from mapd_verl.quickstart.stages import Arm, Stages, metrics, sidecar
+from mapd_verl.quickstart.stages import Arm, Stages, metrics, service
 from mapd_verl.quickstart.state import RunState
+from retrieval_server.launch import start_sidecar
 
 #: Bytes that a run may write: corpus, caches, checkpoints, Ray's own session folder.
 _DISK_NEEDED = 2_000_000_000
@@ -56,7 +57,7 @@ def _run(options: Options) -> dict[str, Any]:
         return entry
 
     stage("world", lambda: stages.world(first))
-    with sidecar(layout.data / "corpus.jsonl", layout.logs("retrieval")) as url:
+    with service(start_sidecar, layout.data / "corpus.jsonl", log=layout.logs("retrieval")) as url:
         synthesis: dict[str, Any] = {"result": {}, "inputs": ""}
         if any(name != "grpo" for name in options.arms):
             synthesis = stage("protocols", lambda: stages.protocols(url))

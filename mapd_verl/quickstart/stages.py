@@ -10,7 +10,7 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,12 +104,13 @@ class Stages:
         inputs = fingerprint(questions, self.layout.data / "corpus.jsonl", package, _SOURCE / "data/geonames")
 
         def work() -> dict[str, Any]:
-            from mapd_verl.data.geonames.teacher import start_teacher
+            from mapd_verl.data.geonames.teacher import MODEL, start_teacher
 
-            with start_teacher() as teacher:
+            with service(start_teacher, log=self.layout.logs("teacher")) as teacher:
                 command = [sys.executable, "-m", "protocol_cache", "synthesize", "--questions", str(questions)]
                 command += ["--out", str(self.layout.protocols), "--retriever", retriever]
-                command += ["--model", f"openai/{teacher.model}", "--api-base", teacher.url]
+                command += ["--corpus", str(self.layout.data / "corpus.jsonl")]
+                command += ["--model", f"openai/{MODEL}", "--api-base", f"{teacher}/v1"]
                 processes.run(command, self.layout.logs("protocols"), what="synthesis")
             return self.protocol_counts()
 
@@ -207,18 +208,17 @@ def checkpoint(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def sidecar(corpus: Path, log: Path) -> Iterator[str]:
-    """The retrieval service over ``corpus`` on a free port; its URL.
+def service(start: Callable[..., Any], *arguments: Any, log: Path) -> Iterator[str]:
+    """The URL of a child server (the retrieval sidecar, the teacher) while it runs.
 
     Raises:
         UserError: it did not start.
     """
     from retrieval_server.errors import StartupError
-    from retrieval_server.launch import start_sidecar
 
     log.parent.mkdir(parents=True, exist_ok=True)
     try:
-        server = start_sidecar(corpus, log=log)
+        server = start(*arguments, log=log)
     except StartupError as error:
         raise UserError(str(error)) from error
     with server:
