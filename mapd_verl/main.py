@@ -6,6 +6,7 @@ verl's own V1 task runner, with two differences: it runs in this process instead
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 import hydra
@@ -47,7 +48,18 @@ def train(config: DictConfig) -> None:
         use_reference_policy=verl_seams.need_reference_policy(config),
         use_critic=verl_seams.need_critic(config),
     )
+    if verl_seams.get_device_name() == "cpu":
+        _pretend_accelerators(config.ray_kwargs.ray_init.get("num_gpus", None) or config.trainer.n_gpus_per_node)
     verl_seams.run_ppo(config, task_runner_class=_InThisProcess())
+
+
+def _pretend_accelerators(count: int) -> None:
+    """Let Ray hand out ``count`` "GPUs" that no CUDA runtime can open.
+
+    verl asks for one accelerator a rank and looks for the names GPU and NPU only. Ray refuses more GPUs than
+    CUDA_VISIBLE_DEVICES lists, so an empty list (a user hiding real ones) would not do.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(["-1"] * count)
 
 
 @hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer", version_base=None)

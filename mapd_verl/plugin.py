@@ -65,7 +65,7 @@ def _register_platform() -> None:
 
 
 def _repair_process_group() -> None:
-    from mapd_verl.cpu.engine import use_one_gloo_backend
+    from mapd_verl.cpu.process_group import use_one_gloo_backend
 
     use_one_gloo_backend()
 
@@ -99,6 +99,10 @@ def _register_adapter() -> None:
 
 
 def _register_trainer() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("mapd_verl.trainer") is None:
+        return
     import mapd_verl.trainer  # noqa: F401  its decorator registers it
 
 
