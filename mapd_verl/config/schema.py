@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mapd_verl.agent.config import AgentConfig
+from mapd_verl.data.join import MISSING_POLICIES
 from mapd_verl.errors import UserError
 
 #: Names of ``mapd_verl.objectives`` and of ``mapd_verl.privilege``; spelled out so that reading a recipe
@@ -95,6 +96,14 @@ class ProtocolsConfig:
 
     template: str = "compact"
     """A template of ``protocol_cache``, by name or as the path of a ``.j2`` file."""
+
+    missing: str = "fallback"
+    """A training question whose protocol is missing or was rejected: ``fallback`` leaves it to
+    ``privilege.fallback``, ``skip`` drops it, ``error`` refuses to start."""
+
+    def __post_init__(self) -> None:
+        if self.missing not in MISSING_POLICIES:
+            raise ValueError(f"mapd.protocols.missing: choose from {', '.join(MISSING_POLICIES)}, got {self.missing!r}")
 
 
 @dataclass

@@ -28,6 +28,7 @@ def privileged_contexts(
     Raises:
         UserError: if the privilege needs protocols and none are given, or none belongs to a question here.
     """
+    from mapd_verl.data.join import join_protocols
     from mapd_verl.privilege import Rollout, make_source
 
     if privilege not in PRIVILEGES:
@@ -36,7 +37,7 @@ def privileged_contexts(
     if privilege in ("protocol", "shuffled"):
         if protocols is None:
             raise UserError(f"--privilege {privilege} needs --protocols FILE")
-        rendered = render_protocols(protocols, [q.question_id for q in questions], template)
+        rendered = join_protocols(protocols, [q.question_id for q in questions], template).texts
         if not rendered:
             raise UserError(f"{protocols}: no protocol for any of the {len(questions)} questions")
     rollouts = [
@@ -46,19 +47,6 @@ def privileged_contexts(
     source = make_source(privilege, decode=lambda ids: "", success_score=1.0)
     found = [source.context(i, rollouts) for i in range(len(rollouts))]
     return [context.text if context else "" for context in found]
-
-
-def render_protocols(path: Path, question_ids: Sequence[str], template: str) -> dict[str, str]:
-    """The rendered protocols of those questions that passed the gate, by question id."""
-    from protocol_cache.render import render
-    from protocol_cache.store import ProtocolStore
-
-    with ProtocolStore(path, readonly=True) as store:
-        records = store.get_many(question_ids)
-    try:
-        return {qid: render(r.protocol, template) for qid, r in records.items() if r.protocol is not None}
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 async def evaluate(

@@ -1,0 +1,101 @@
+"""verl's dataset with each row checked at load and joined with its protocol by question id.
+
+Named by a recipe as ``data.custom_cls.{path: pkg://mapd_verl.data.dataset, name: ProtocolDataset}``. Rows gain
+``question_id`` and ``protocol`` (the rendered text, "" where there is none); the agent loop makes the teacher's
+prompt of it, and the controls (``shuffled``) hand it to another question.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from mapd_verl.config.schema import MapdConfig
+from mapd_verl.data.join import Join, join_protocols
+from mapd_verl.data.rows import QuestionRow, read_questions, read_row
+from mapd_verl.errors import UserError
+from mapd_verl.verl_seams import RLHFDataset
+
+logger = logging.getLogger(__name__)
+
+
+class ProtocolDataset(RLHFDataset):
+    """Adds ``question_id`` and ``protocol`` to verl's rows.
+
+    Only training files are joined: nothing privileged comes near a validation question.
+
+    Raises:
+        UserError: one line naming the file and the row, for a row that cannot be trained on, a prompt longer than
+            ``data.max_prompt_length`` (unless ``data.filter_overlong_prompts`` drops it), or a cache that cannot
+            be read or holds nothing for these questions.
+    """
+
+    dataframe: Any  # a datasets.Dataset, set by verl
+    join: Join | None = None
+    """What the join found; None for validation files and where no cache is named."""
+
+    def _read_files_and_tokenize(self) -> None:
+        questions = [q for path in self.data_files for q in self._checked(path)]
+        super()._read_files_and_tokenize()
+        protocols = _mapd_config(self.config).protocols
+        if protocols.path is None or not self._is_training():
+            return
+        self.join = join_protocols(protocols.path, [q.question_id for q in questions], protocols.template)
+        logger.warning("%s: %s; the others: %s", protocols.path, self.join, protocols.missing)
+        if not self.join.texts:
+            raise UserError(
+                f"{protocols.path}: no protocol for any of the {len(questions)} questions of {self._names()}"
+            )
+        if protocols.missing == "error" and len(self.join.texts) < len({q.question_id for q in questions}):
+            first = next(q for q in questions if q.question_id not in self.join.texts)
+            raise UserError(
+                f"{protocols.path}: {self.join}; the first without is {first.question_id}: {first.question}"
+            )
+        if protocols.missing == "skip":
+            texts = self.join.texts
+            keep = [i for i, row in enumerate(self.dataframe) if read_row(row, f"row {i + 1}").question_id in texts]
+            self.dataframe = self.dataframe.select(keep)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        row = super().__getitem__(item)
+        row["question_id"] = read_row(row, f"{self._names()}: row {item + 1}").question_id
+        row["protocol"] = self.join.texts.get(row["question_id"], "") if self.join else ""
+        return row
+
+    def _checked(self, path: str) -> list[QuestionRow]:
+        questions = read_questions(path)
+        if not self.filter_overlong_prompts:
+            from mapd_verl.privilege import privileged_prompt_ids
+
+            for number, question in enumerate(questions, 1):
+                length = len(
+                    privileged_prompt_ids(
+                        self.tokenizer,
+                        question.messages,
+                        None,
+                        apply_chat_template_kwargs=self.apply_chat_template_kwargs,
+                    )
+                )
+                if length > self.max_prompt_length:
+                    raise UserError(
+                        f"{path}: row {number}: the prompt has {length} tokens, "
+                        f"above data.max_prompt_length={self.max_prompt_length}"
+                    )
+        return questions
+
+    def _is_training(self) -> bool:
+        train = self.config.get("train_files") or []
+        train = [train] if isinstance(train, str) else list(train)
+        return all(str(path) in map(str, train) for path in self.original_data_files)
+
+    def _names(self) -> str:
+        return ", ".join(map(str, self.original_data_files))
+
+
+def _mapd_config(data_config: Any) -> MapdConfig:
+    """The ``mapd`` section beside this ``data`` section in the recipe; all defaults where there is none."""
+    from omegaconf import OmegaConf
+
+    # An interpolation looks from the root of the tree that the node hangs in; a plain `select` would look below it.
+    section = OmegaConf.create({"mapd": "${oc.select:mapd,null}"}, parent=data_config).mapd
+    return MapdConfig.from_mapping(section)
