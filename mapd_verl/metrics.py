@@ -1,4 +1,4 @@
-"""What the step's log says about distillation and the agent; plain numbers in, plain numbers out."""
+"""What the step's log says about distillation; plain numbers in, plain numbers out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from mapd_verl.privilege import SOURCES
 
 #: verl prefixes what the actor's loss reports.
 _RAW = "actor/distillation/raw/"
-SEARCH = 1
 
 
 def fold_raw_sums(metrics: MutableMapping[str, Any], updates: int) -> None:
@@ -47,11 +46,6 @@ def source_shares(chosen: Sequence[str], names: Iterable[str]) -> dict[str, floa
     counts = Counter(chosen)
     shown = [name for name in SOURCES if name in set(names) | set(counts)]
     return {f"mapd/source/{name}": counts[name] / max(len(chosen), 1) for name in shown}
-
-
-def searches_of(turn_ids: Sequence[int], action_ids: Sequence[int]) -> int:
-    """Searches of one rollout: turns with a token of a search action (both fields ``[T]``)."""
-    return len({turn for turn, action in zip(turn_ids, action_ids, strict=True) if action == SEARCH})
 
 
 def mean_min_max(name: str, values: Sequence[float]) -> dict[str, float]:

@@ -16,9 +16,9 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from mapd_verl import metrics as step_metrics
+from mapd_verl.agent.metrics import agent_metrics
 from mapd_verl.config import MapdConfig
 from mapd_verl.errors import UserError
-from mapd_verl.examples import ExampleRecorder
 from mapd_verl.objectives import make_objective
 from mapd_verl.plugin import assert_loaded
 from mapd_verl.privilege import SOURCE_IDS, Rollout, Source, choose_contexts, make_source, privileged_prompt_ids
@@ -53,7 +53,9 @@ class MapdTrainer(PPOTrainerSync):
         super().__init__(config)
         set_poll_interval(self, self.mapd.poll_interval)
         self.sources: list[Source] = []
-        self.examples = ExampleRecorder()
+        #: Of the step at hand: queue key -> what the rollout dump says beyond verl's own columns.
+        self._contexts: dict[str, dict[str, Any]] = {}
+        self._dump_columns: dict[str, dict[str, Any]] = {}
 
     # ----------------------------------------------------------------- wiring
 
@@ -68,7 +70,6 @@ class MapdTrainer(PPOTrainerSync):
         self.actor_rollout_wg.set_mapd(self._section)
         names = dict.fromkeys((self.mapd.privilege.context, self.mapd.privilege.fallback))
         self.sources = [make_source(name, self._decode, self.mapd.privilege.success_score) for name in names]
-        self.examples.decode = self._decode
 
     def _decode(self, ids: Sequence[int]) -> str:
         """Text of response ids with the agent's tags (they may be special tokens) but no end marker."""
@@ -103,6 +104,7 @@ class MapdTrainer(PPOTrainerSync):
         messages = _column(data, "raw_prompt", len(batch))
         made: dict[tuple[str, str], list[int]] = {}
         teacher_prompts, numbers = [], []
+        self._contexts = {}
         chosen = choose_contexts(rollouts, self.sources)
         for i, (name, context) in enumerate(chosen):
             if context is None or not (context.text or context.prompt_ids is not None):
@@ -116,7 +118,10 @@ class MapdTrainer(PPOTrainerSync):
                 ids = made[key]
             teacher_prompts.append(torch.tensor(ids, dtype=torch.int64))
             numbers.append(SOURCE_IDS[name])
-            self.examples.note_context(batch.keys[i], name, context)
+            self._contexts[batch.keys[i]] = {
+                "privilege_source": name,
+                "teacher_prompt": self.tokenizer.decode(ids) if context is not None else None,
+            }
         fields = {"teacher_prompt_ids": ragged(teacher_prompts), "privilege_source": torch.tensor(numbers)}
         fields |= _trim_padding(data, rollouts)
         tq.kv_batch_put(
@@ -148,7 +153,7 @@ class MapdTrainer(PPOTrainerSync):
             _column(data, "question_id", n),
             data["rm_scores"].unbind(),
             data["responses"].unbind(),
-            _column(data, "protocol_text", n),
+            _column(data, "protocol", n),
             has_protocol,
             ready,
             _column(data, "reward_model", n),
@@ -168,38 +173,40 @@ class MapdTrainer(PPOTrainerSync):
             for tag, uid, question_id, scores, response, text, flag, prompt, reward_model in columns
         ]
 
+    def _reports(self, batch: Any) -> list[dict[str, Any]]:
+        """What the agent loop reported of each rollout (``reward_extra_info``); empty dicts where it did not."""
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
+        columns = _column(data, "extra_fields", len(batch))
+        return [(fields or {}).get("reward_extra_info") or {} for fields in columns]
+
     def _agent_metrics(self, batch: Any, metrics: dict) -> None:
-        """Searches per question and policy tokens per rollout, where the agent loop reports turns and actions."""
-        data = tq.kv_batch_get(
-            keys=batch.keys,
-            partition_id=batch.partition_id,
-            select_fields=["response_mask", "turn_ids", "action_ids"],
-        )
-        real = [i for i, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
-        masks = data["response_mask"].unbind()
-        metrics.update(step_metrics.mean_min_max("agent/policy_tokens", [float(masks[i].sum()) for i in real]))
-        if "turn_ids" not in data or "action_ids" not in data:
-            return
-        turns, actions = data["turn_ids"].unbind(), data["action_ids"].unbind()
-        searches = [float(step_metrics.searches_of(turns[i].tolist(), actions[i].tolist())) for i in real]
-        metrics.update(step_metrics.mean_min_max("agent/searches_per_question", searches))
+        """Searches per question, policy tokens and the like, where the agent loop reports them."""
+        real = [not tag.get("is_padding", False) for tag in batch.tags]
+        metrics["agent/rollouts"] = sum(real)
+        reports = [report for report, is_real in zip(self._reports(batch), real, strict=True) if is_real and report]
+        if reports and "searches" in reports[0]:
+            metrics.update(agent_metrics(reports))
 
     # ------------------------------------------------------------------ records
 
-    def _validate(self) -> dict[str, float]:
-        with self.examples.listening(self.replay_buffer):
-            return super()._validate()
-
     def _log_rollout_data(self, batch: Any, timing_raw: dict, rollout_data_dir: str) -> None:
-        self.examples.note_batch(batch)
-        super()._log_rollout_data(batch, timing_raw, rollout_data_dir)
+        """verl's dump of a step's rollouts names neither question nor context; these columns are added."""
+        self._dump_columns = {
+            key: report | self._contexts.get(key, {})
+            for key, report in zip(batch.keys, self._reports(batch), strict=True)
+        }
+        try:
+            super()._log_rollout_data(batch, timing_raw, rollout_data_dir)
+        finally:
+            self._dump_columns = {}
 
     def _dump_generations(
         self, inputs: Any, outputs: Any, gts: Any, scores: Any, reward_extra_infos_dict: dict, dump_path: str
     ) -> None:
-        columns = self.examples.columns(reward_extra_infos_dict["uid"], gts)
-        outputs = columns.pop("output", outputs)
-        super()._dump_generations(inputs, outputs, gts, scores, reward_extra_infos_dict | columns, dump_path)
+        rows = [self._dump_columns.get(key, {}) for key in reward_extra_infos_dict["uid"]]
+        names = dict.fromkeys(name for row in rows for name in row)
+        extra = {name: [row.get(name) for row in rows] for name in names}
+        super()._dump_generations(inputs, outputs, gts, scores, extra | reward_extra_infos_dict, dump_path)
 
 
 _FIELDS = [
@@ -212,7 +219,7 @@ _FIELDS = [
     "action_ids",
     "teacher_prompt_ids",
     "has_protocol",
-    "protocol_text",
+    "protocol",
     "question_id",
     "reward_model",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from mapd_verl.config import MapdConfig
@@ -17,11 +18,10 @@ class MapdTrainingWorker(TrainingWorker):
 
     def __init__(self, config: Any) -> None:
         assert_loaded()
-        model_type = config.model_type
-        config.model_type = register_two_view_engine(model_type, config.engine_config.strategy)
-        super().__init__(config)
-        # verl chooses the engine by this name and, later, the kind of model to load.
-        self.model_config.model_type = model_type
+        engine = register_two_view_engine(config.model_type, config.engine_config.strategy)
+        super().__init__(replace(config, model_type=engine))
+        # verl chooses the engine by this name and, when the model is built, the kind of model to load.
+        self.model_config.model_type = config.model_type
 
 
 class MapdActorRolloutRefWorker(ActorRolloutRefWorker):
