@@ -66,7 +66,8 @@ def retrieve_url(url: str) -> str:
     except ValueError:
         port_fits = False
     base = url.rstrip("/")
-    if parts.scheme not in ("http", "https") or not parts.hostname or not port_fits or parts.query or parts.fragment:
+    usable = parts.scheme in ("http", "https") and parts.hostname and port_fits and not (parts.query or parts.fragment)
+    if not usable or any(character.isspace() for character in url):
         raise ValueError(f"RetrievalClient: not the http URL of a service: {url!r}")
     try:
         httpx.URL(base)
