@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,15 +58,20 @@ def prepare(recipe: str | Path, overrides: Sequence[str]) -> tuple[DictConfig, l
     return config, [*command, *normalise_overrides(overrides)], environment(config)
 
 
-def train(recipe: str | Path, overrides: Sequence[str], log: Path | None = None) -> DictConfig:
-    """Train by a recipe; output to ``log``, or to the terminal.
+def train(
+    recipe: str | Path,
+    overrides: Sequence[str],
+    log: Path | None = None,
+    watch: Callable[[], None] | None = None,
+) -> DictConfig:
+    """Train by a recipe; output to ``log`` (``watch`` is called meanwhile), or to the terminal.
 
     Raises:
         UserError: the recipe is wrong, or the run failed.
     """
     config, command, env = prepare(recipe, overrides)
     if log is not None:
-        processes.run(command, log, env, what="training")
+        processes.run(command, log, env, what="training", watch=watch)
         return config
     with processes.nothing_left_behind():
         code = processes.start(command, None, env).wait()

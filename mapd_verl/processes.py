@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -51,8 +51,14 @@ def start(
     )
 
 
-def run(command: Sequence[str], log_path: Path, env: Mapping[str, str] | None = None, what: str = "") -> None:
-    """Run ``command`` to its end with its output in ``log_path``.
+def run(
+    command: Sequence[str],
+    log_path: Path,
+    env: Mapping[str, str] | None = None,
+    what: str = "",
+    watch: Callable[[], None] | None = None,
+) -> None:
+    """Run ``command`` to its end with its output in ``log_path``; call ``watch`` every two seconds meanwhile.
 
     Raises:
         UserError: it failed; the line names the log and repeats the command's own error line.
@@ -62,12 +68,23 @@ def run(command: Sequence[str], log_path: Path, env: Mapping[str, str] | None = 
         begin = log.tell()
         child = start(command, log, env)
         try:
-            code = child.wait()
+            code = _wait(child, watch)
         except BaseException:
             end([child.pid])
             raise
     if code != 0:
         raise UserError(f"{what or command[0]} failed (exit {code}): {_last_error(log_path, begin)} (log: {log_path})")
+
+
+def _wait(child: subprocess.Popen[bytes], watch: Callable[[], None] | None) -> int:
+    while True:
+        try:
+            return child.wait(timeout=2.0 if watch else None)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            if watch:
+                watch()
 
 
 def _last_error(path: Path, begin: int) -> str:
@@ -155,6 +172,8 @@ class PeakMemory:
 
     def __init__(self, interval_s: float = 1.0) -> None:
         self.peak = 0
+        #: Bytes by process at the peak, largest first: what to look at when it is too much.
+        self.parts: list[tuple[str, int]] = []
         self._interval_s = interval_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peak-memory", daemon=True)
@@ -172,11 +191,13 @@ class PeakMemory:
 
         me = psutil.Process()
         while True:
-            total = 0
+            sizes: list[tuple[str, int]] = []
             for process in [me, *me.children(recursive=True)]:
                 with contextlib.suppress(psutil.Error, OSError):
-                    total += _set_size(process.pid)
-            self.peak = max(self.peak, total)
+                    sizes.append((" ".join(process.cmdline())[:80], _set_size(process.pid)))
+            total = sum(size for _, size in sizes)
+            if total > self.peak:
+                self.peak, self.parts = total, sorted(sizes, key=lambda part: -part[1])
             if self._stop.wait(self._interval_s):
                 return
 

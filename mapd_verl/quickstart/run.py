@@ -35,6 +35,7 @@ def main(arguments: Sequence[str]) -> int:
     result["seconds"] = {**result["seconds"], "total": round(time.monotonic() - begin, 1)}
     result["seconds"]["install"] = float(os.environ.get("MAPD_INSTALL_SECONDS", "0"))
     result["peak_memory_bytes"] = memory.peak
+    result["peak_memory_by_process"] = memory.parts
     _say_costs(options, result)
     _write(options.run / "summary.json", result)
     return 0

@@ -180,7 +180,9 @@ class Stages:
         self._drop_other_attempt(folder, inputs)
 
         def work() -> dict[str, Any]:
-            launch.train(arm.recipe, self.overrides(arm, retriever), self.layout.logs(f"train-{arm.label}"))
+            progress = Progress(folder, int(config.trainer.total_training_steps))
+            log = self.layout.logs(f"train-{arm.label}")
+            launch.train(arm.recipe, self.overrides(arm, retriever), log, progress)
             return {"checkpoint": str(checkpoint(folder))}
 
         return self.state.stage(f"train-{arm.label}", inputs, (), work)
@@ -223,6 +225,29 @@ def service(start: Callable[..., Any], *arguments: Any, log: Path) -> Iterator[s
         raise UserError(str(error)) from error
     with server:
         yield server.url
+
+
+class Progress:
+    """Prints a line for every fifth step and every validation that the metrics of ``folder`` show."""
+
+    def __init__(self, folder: Path, steps: int) -> None:
+        self._folder = folder
+        self._steps = steps
+        # What an earlier attempt left was printed by it.
+        self._seen = set(metrics(folder))
+
+    def __call__(self) -> None:
+        for step, row in metrics(self._folder).items():
+            if step in self._seen:
+                continue
+            self._seen.add(step)
+            held_out = next((value for key, value in row.items() if key.startswith("val-core/")), None)
+            if step % 5 and held_out is None:
+                continue
+            shown = {"held-out EM": held_out, "EM": row.get("agent/acc"), "searches": row.get("agent/searches")}
+            shown |= {"tokens": row.get("agent/response_tokens"), "s/step": row.get("timing_s/step")}
+            text = ", ".join(f"{name} {value:.2f}" for name, value in shown.items() if value is not None)
+            print(f"  step {step}/{self._steps}: {text}", flush=True)
 
 
 def metrics(folder: Path) -> dict[int, dict[str, float]]:
