@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import lru_cache
 from importlib import resources
@@ -72,6 +73,41 @@ def schema_error(protocol: Any) -> str | None:
         if variant == "succeeded" and protocol.get("grounding_facts") == []:
             return "grounding_facts: a succeeded protocol needs at least one"
     return first_error(_validator(), protocol)
+
+
+@lru_cache(maxsize=len(VARIANTS))
+def _draft_validator(variant: str) -> Validator:
+    """The schema of what a protocolizer writes: a protocol without what the program itself adds."""
+    schema = copy.deepcopy(protocol_schema())
+    branch = next(b for b in schema.pop("oneOf") if b["title"] == variant)
+    for name in ("schema_version", "variant"):
+        del schema["properties"][name]
+        schema["required"].remove(name)
+    fact = schema["properties"]["grounding_facts"]["items"]
+    for name in ("start", "end"):
+        del fact["properties"][name]
+        fact["required"].remove(name)
+    for name, rule in branch["properties"].items():
+        if rule is False:
+            del schema["properties"][name]
+        elif name in schema["properties"]:
+            schema["properties"][name].update(rule)
+    schema["required"] += branch["required"]
+    del schema["$id"]
+    return compile_schema(schema)
+
+
+def draft_error(draft: Any, variant: str) -> str | None:
+    """Why a protocolizer's draft does not fit ``variant``, in one line, or None if it does.
+
+    A draft is a protocol without ``schema_version``, ``variant`` and the spans of its facts.
+
+    Raises:
+        ValueError: an unknown variant.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(f"variant must be one of {VARIANTS}, got {variant!r}")
+    return first_error(_draft_validator(variant), draft)
 
 
 def validate_protocol(protocol: Any) -> dict[str, Any]:

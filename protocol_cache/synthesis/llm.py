@@ -1,0 +1,243 @@
+"""The one place where a teacher model is called: LiteLLM, our timeout, our retries, our accounts."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from mapd_verl.errors import UserError
+from protocol_cache.prompts import Prompts, user_message
+from protocol_cache.synthesis.reply import parse_reply, reply_problem
+from protocol_cache.synthesis.state import SynthesisError
+
+if TYPE_CHECKING:
+    from jsonschema.protocols import Validator
+
+
+class TeacherError(SynthesisError):
+    """The teacher did not give a usable reply for this question."""
+
+
+class TeacherUnreachable(TeacherError):
+    """The request failed after all retries: nothing is known about the question, a later run may succeed."""
+
+
+class TeacherUnusable(UserError):
+    """The teacher cannot be used at all (wrong key, no such model): the run stops."""
+
+
+@dataclass
+class Account:
+    """What one question has used so far. ``cost_usd`` stays None while no call had a known price."""
+
+    calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost_usd: float | None = None
+
+    def add(self, prompt_tokens: int, completion_tokens: int, cost_usd: float | None) -> None:
+        """One more call that came back."""
+        self.calls += 1
+        self.prompt_tokens += prompt_tokens
+        self.completion_tokens += completion_tokens
+        if cost_usd is not None:
+            self.cost_usd = (self.cost_usd or 0.0) + cost_usd
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """How to reach the teacher."""
+
+    model: str
+    """LiteLLM's name, provider first: ``openai/gpt-...``, ``anthropic/claude-...``."""
+    api_base: str | None = None
+    """URL of an OpenAI-compatible server; None means the provider's own."""
+    api_key_env: str | None = None
+    """Environment variable that holds the key; None means the one that LiteLLM reads for the provider."""
+    timeout: float = 120.0
+    """Seconds for one request."""
+    retries: int = 4
+    """Further tries after a timeout, a refused connection, a 429 or a 5xx."""
+    backoff: float = 0.5
+    """Seconds before the first further try; doubled each time, up to 30, with jitter."""
+    concurrency: int = 16
+    """Requests in flight at once."""
+    reasks: int = 2
+    """Further asks after a reply that cannot be used, each with the reason."""
+    temperature: float = 0.0
+    max_tokens: int = 2048
+    """Tokens of one reply."""
+    prices: tuple[float, float] | None = None
+    """US dollars for a million prompt and completion tokens, for models that LiteLLM has no price for."""
+
+
+class Teacher:
+    """Asks a model in a role and returns a checked JSON object.
+
+    Raises:
+        TeacherUnusable: the key's variable is not set, or LiteLLM is not installed.
+    """
+
+    def __init__(self, config: TeacherConfig, prompts: Prompts) -> None:
+        self.config = config
+        self.prompts = prompts
+        self._litellm = _import_litellm()
+        self._options: dict[str, Any] = {
+            "model": config.model,
+            "timeout": config.timeout,
+            "temperature": config.temperature,
+            "max_tokens": config.max_tokens,
+            # Retries are ours: LiteLLM and the client beneath it would each multiply them.
+            "num_retries": 0,
+            "max_retries": 0,
+        }
+        if config.api_base:
+            self._options["api_base"] = config.api_base
+        if key := _api_key(config):
+            self._options["api_key"] = key
+        self._slots = asyncio.Semaphore(config.concurrency)
+        self._priced = config.prices is None and self._has_price()
+
+    async def ask(
+        self,
+        role: str,
+        inputs: dict[str, Any],
+        validator: Validator,
+        account: Account,
+        check: Callable[[dict[str, Any]], str | None] = lambda reply: None,
+        **values: Any,
+    ) -> dict[str, Any]:
+        """One reply of ``role`` to ``inputs`` that fits the schema and passes ``check``.
+
+        Args:
+            values: what the role's prompt file is filled with.
+            check: what a schema cannot say; returns the problem in one line, or None.
+
+        Raises:
+            TeacherError: no usable reply after the retries and re-asks; the message names the role.
+            TeacherUnusable: the provider refuses the key or does not know the model.
+        """
+        messages = [
+            {"role": "system", "content": self.prompts.system(role, **values)},
+            {"role": "user", "content": user_message(inputs)},
+        ]
+        problem: str | None = None
+        for _ in range(self.config.reasks + 1):
+            content, finish_reason = await self._complete(role, messages, account)
+            reply, problem = parse_reply(content, finish_reason)
+            if reply is not None:
+                problem = reply_problem(reply, validator) or check(reply)
+                if problem is None:
+                    return reply
+            messages = [
+                *messages[:2],  # only the last failure is shown: the prompt stays small
+                {"role": "assistant", "content": content or "(empty)"},
+                {"role": "user", "content": self.prompts.system("reask", problem=problem)},
+            ]
+        raise TeacherError(f"teacher as {role}: {problem} ({self.config.reasks + 1} replies)")
+
+    async def close(self) -> None:
+        """Close the client sessions that LiteLLM keeps open."""
+        await self._litellm.close_litellm_async_clients()
+
+    async def _complete(
+        self, role: str, messages: list[dict[str, str]], account: Account
+    ) -> tuple[str | None, str | None]:
+        delay = self.config.backoff
+        for left in range(self.config.retries, -1, -1):
+            try:
+                # LiteLLM's timeout covers each step of the connection, ours the whole request.
+                async with self._slots, asyncio.timeout(self.config.timeout + 5):
+                    response = await self._litellm.acompletion(messages=messages, **self._options)
+                if response is None:  # LiteLLM's outcome of a 422 with drop_params
+                    raise TeacherError(f"teacher as {role}: the server refused the request as invalid (HTTP 422)")
+                return self._read(response, account)
+            except (TimeoutError, self._litellm.exceptions.OpenAIError) as error:
+                self._give_up(error, role)
+                if not left:
+                    tries = self.config.retries + 1
+                    raise TeacherUnreachable(f"teacher as {role}: {_brief(error)} ({tries} tries)") from error
+            await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+            delay = min(30.0, 2 * delay)
+        raise AssertionError("unreachable")
+
+    def _give_up(self, error: Exception, role: str) -> None:
+        """Raise where another try cannot help; HTTP statuses, since LiteLLM's classes don't tell all apart."""
+        status = getattr(error, "status_code", None)
+        text = str(error)
+        if "LLM Provider NOT provided" in text:
+            raise TeacherUnusable(
+                f"teacher {self.config.model}: the model's name must start with its provider, as in openai/NAME"
+            ) from error
+        if status in (401, 402, 403, 404) or "insufficient_quota" in text:
+            raise TeacherUnusable(f"teacher {self.config.model}: {_brief(error)}") from error
+        if status in (400, 413, 422):
+            raise TeacherError(f"teacher as {role}: request refused: {_brief(error)}") from error
+
+    def _read(self, response: Any, account: Account) -> tuple[str | None, str | None]:
+        usage = getattr(response, "usage", None)
+        prompt = getattr(usage, "prompt_tokens", 0) or 0
+        completion = getattr(usage, "completion_tokens", 0) or 0
+        cost: float | None = None
+        if self.config.prices:
+            cost = (prompt * self.config.prices[0] + completion * self.config.prices[1]) / 1e6
+        elif self._priced:
+            cost = self._litellm.completion_cost(completion_response=response, model=self.config.model)
+        account.add(prompt, completion, cost)
+        choices = getattr(response, "choices", None) or []
+        if not choices:
+            return None, None
+        content = choices[0].message.content
+        return content if isinstance(content, str) else None, choices[0].finish_reason
+
+    def _has_price(self) -> bool:
+        try:
+            info = self._litellm.get_model_info(self.config.model)
+        except Exception as error:  # LiteLLM raises a bare Exception for a model that it does not know
+            if "isn't mapped" in str(error) or "not mapped" in str(error):
+                return False
+            raise
+        return bool(info.get("input_cost_per_token") or info.get("output_cost_per_token"))
+
+
+def _import_litellm() -> Any:
+    # The price list is LiteLLM's own copy: nothing is fetched at import.
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+    os.environ.setdefault("LITELLM_LOG", "ERROR")
+    try:
+        import litellm
+    except ImportError as error:
+        raise TeacherUnusable(f"synthesis needs litellm: pip install 'mapd-verl[synthesis]' ({error})") from error
+    litellm.suppress_debug_info = True
+    litellm.telemetry = False
+    litellm.drop_params = True  # a reasoning model that knows no temperature is still usable
+    return litellm
+
+
+def _api_key(config: TeacherConfig) -> str | None:
+    if config.api_key_env:
+        key = os.environ.get(config.api_key_env)
+        if not key:
+            raise TeacherUnusable(f"teacher {config.model}: environment variable {config.api_key_env} is not set")
+        return key
+    # A server on this machine gets no real key unless it was named; the client insists on some text.
+    return "unused" if config.api_base and _is_loopback(config.api_base) else None
+
+
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _brief(error: BaseException) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 200 else text[:200] + "..."

@@ -1,0 +1,155 @@
+"""Many questions: concurrency, resuming, progress, and when to give up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mapd_verl.errors import UserError
+from protocol_cache.store import ProtocolStore, Provenance, Record, Usage
+from protocol_cache.synthesis.llm import Account
+from protocol_cache.synthesis.pipeline import Outcome, Team
+from protocol_cache.synthesis.state import Gold, Question
+
+if TYPE_CHECKING:
+    from protocol_cache.synthesis.llm import Teacher
+    from retrieval_server.client import RetrievalClient
+
+
+@dataclass
+class Tally:
+    """Counts of one run (not of the whole store)."""
+
+    total: int
+    skipped: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    reasons: Counter[str] = field(default_factory=Counter)
+    calls: int = 0
+    cost_usd: float | None = None
+    seconds: float = 0.0
+
+    @property
+    def done(self) -> int:
+        """Questions that this run ended with a record."""
+        return sum(self.outcomes.values())
+
+    def add(self, record: Record) -> None:
+        """Count a record."""
+        self.outcomes[record.status] += 1
+        if record.reason:
+            self.reasons[record.reason] += 1
+        self.calls += record.usage.calls
+        if record.usage.cost_usd is not None:
+            self.cost_usd = (self.cost_usd or 0.0) + record.usage.cost_usd
+
+
+def finished(status: str | None, retry: Sequence[str]) -> bool:
+    """Whether a question with this status needs no work. What failed is always tried again."""
+    return status is not None and status != "failed" and status not in retry
+
+
+async def synthesize(
+    questions: Sequence[tuple[Question, Gold]],
+    store: ProtocolStore,
+    team: Team,
+    provenance: Provenance,
+    concurrency: int,
+    retry: Sequence[str] = (),
+    on_record: Callable[[Tally], None] = lambda tally: None,
+) -> Tally:
+    """Work on every question that has no finished record, ``concurrency`` at a time.
+
+    Each record is in the store, for good, before the next question starts. Cancelling loses only what is
+    under way.
+
+    Args:
+        retry: "rejected" to try those again too.
+
+    Raises:
+        UserError: ``max(20, 2 * concurrency)`` questions in a row failed: something is down or unusable.
+        StoreError: a record could not be written.
+    """
+    known = store.statuses()
+    todo = [(q, g) for q, g in questions if not finished(known.get(q.question_id), retry)]
+    tally = Tally(total=len(todo), skipped=len(questions) - len(todo))
+    patience = max(20, 2 * concurrency)
+    failures = 0
+    begin = time.monotonic()
+    waiting: Iterator[tuple[Question, Gold]] = iter(todo)
+
+    async def work() -> None:
+        nonlocal failures
+        for question, gold in waiting:
+            account, since = Account(), time.monotonic()
+            outcome = await team.solve(question, gold, account)
+            record = _record(question, outcome, account, time.monotonic() - since, provenance)
+            store.put(record, outcome.candidates, outcome.exploration.to_json())
+            tally.add(record)
+            tally.seconds = time.monotonic() - begin
+            on_record(tally)
+            failures = failures + 1 if record.status == "failed" else 0
+            if failures >= patience:
+                raise UserError(f"{failures} questions in a row failed, the last one: {record.reason}")
+
+    workers = [asyncio.ensure_future(work()) for _ in range(min(concurrency, len(todo)))]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+    return tally
+
+
+def _record(question: Question, outcome: Outcome, account: Account, seconds: float, provenance: Provenance) -> Record:
+    return Record(
+        question_id=question.question_id,
+        question=question.text,
+        source=question.source,
+        split=question.split,
+        status=outcome.status,
+        provenance=provenance,
+        protocol=outcome.protocol,
+        reason=outcome.reason,
+        usage=Usage(account.calls, account.prompt_tokens, account.completion_tokens, account.cost_usd, seconds),
+    )
+
+
+async def check_retriever(retriever: RetrievalClient) -> None:
+    """One search, so that a retriever that is down stops the run before any model call.
+
+    Raises:
+        UserError: naming the URL and the cause.
+    """
+    result = await retriever.search("capital city")
+    if not result.ok:
+        raise UserError(f"retriever: {result.error}: {result.detail}")
+
+
+async def check_teacher(teacher: Teacher, timeout: float = 5.0) -> None:
+    """Open and close a connection to ``api_base``, if one is given.
+
+    Raises:
+        UserError: naming the URL and the cause.
+    """
+    from urllib.parse import urlsplit
+
+    base = teacher.config.api_base
+    if base is None:
+        return
+    parts = urlsplit(base)
+    try:
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+    except ValueError:
+        port = 0
+    if parts.scheme not in ("http", "https") or not parts.hostname or not port:
+        raise UserError(f"teacher: not the http URL of an API: {base!r}")
+    try:
+        _, writer = await asyncio.wait_for(asyncio.open_connection(parts.hostname, port), timeout)
+    except (OSError, asyncio.TimeoutError) as error:
+        raise UserError(f"teacher {base}: {error or 'no connection'}") from error
+    writer.close()
