@@ -46,10 +46,19 @@ def data(arguments: Sequence[str]) -> int:
 
 
 def coldstart(arguments: Sequence[str]) -> int:
-    """make the student: tokenizer, supervised cold start, checkpoint"""
-    from mapd_verl.coldstart.train import main as run
+    """make the student: tokenizer, supervised cold start, checkpoint (hours)"""
+    parser = Parser(prog="mapd coldstart", description="Rebuild the laptop student from nothing.")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write, in Hugging Face format")
+    parser.add_argument("--start", type=Path, help="go on from this earlier checkpoint")
+    parser.add_argument("--first-stage", type=int, default=0, help="stage to go on with (default: 0)")
+    options = parser.parse_args(arguments)
 
-    return run(list(arguments))
+    from mapd_verl.coldstart.build import DEFAULT
+    from mapd_verl.coldstart.build import coldstart as run
+
+    card = run(options.out, DEFAULT, options.start, options.first_stage)
+    print(f"{options.out}: model.safetensors sha256 {card['sha256']['model.safetensors']}")
+    return 0
 
 
 def train(arguments: Sequence[str]) -> int:

@@ -117,6 +117,17 @@ def check_files(config: DictConfig) -> None:
         for name in [value] if isinstance(value, str) else list(value or []):
             if not Path(name).expanduser().exists():
                 raise UserError(f"{key}: no such file: {name}")
+    check_model(config)
+
+
+def check_model(config: DictConfig) -> None:
+    """The model is a hub id or a folder that holds one.
+
+    Raises:
+        UserError: naming the folder.
+    """
+    from omegaconf import OmegaConf
+
     model = OmegaConf.select(config, "actor_rollout_ref.model.path")
     # "Qwen/Qwen3-1.7B" is a hub id; anything with more or no slashes, or a leading dot, is a folder.
     hub_id = isinstance(model, str) and model.count("/") == 1 and model[0] not in "./~"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mapd_verl import processes
-from mapd_verl.config.recipe import load_recipe
+from mapd_verl.config.recipe import check_model, load_recipe
 from mapd_verl.errors import UserError
 from mapd_verl.quickstart import tables
 from mapd_verl.quickstart.options import ARMS, Options, parse
@@ -47,6 +47,8 @@ def _run(options: Options) -> dict[str, Any]:
     arms = [Arm(name, ARMS[name], seed) for seed in options.seeds for name in options.arms]
     configs = {name: load_recipe(ARMS[name], options.overrides) for name in options.arms}
     first = configs[options.arms[0]]
+    for config in configs.values():
+        check_model(config)
     student = Path(first.actor_rollout_ref.model.path)
     seconds: dict[str, float] = {}
 
