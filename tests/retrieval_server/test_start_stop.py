@@ -138,7 +138,7 @@ def test_launch_tells_the_servers_own_reason(tmp_path: Path) -> None:
     bad = tmp_path / "corpus.jsonl"
     bad.write_text("{}\n")
     with pytest.raises(StartupError, match=r"exit code 2: .*corpus\.jsonl:1: field 'id' is missing"):
-        start_sidecar(bad)
+        start_sidecar(bad, log=tmp_path / "log")
 
 
 def test_launch_has_a_deadline(corpus: Path, tmp_path: Path) -> None:
@@ -173,10 +173,11 @@ PARENT = """
         ("os.fork() or sys.exit(0); time.sleep(0.3); assert sidecar.process.poll() is None", 0),
     ],
 )
-def test_the_child_ends_with_its_parent(corpus: Path, ending: str, code: int) -> None:
+def test_the_child_ends_with_its_parent(corpus: Path, tmp_path: Path, ending: str, code: int) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(PARENT).format(ending=ending), str(corpus)],
         cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
