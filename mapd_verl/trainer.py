@@ -85,15 +85,17 @@ class MapdTrainer(PPOTrainerSync):
         self._agent_metrics(batch, metrics)
         if self.objective.needs_teacher:
             with marked_timer("privilege", self.timing_raw):
-                self._put_contexts(batch, metrics)
+                batch = self._put_contexts(batch, metrics)
         batch = super()._update_actor(batch, metrics)
         actor = self.config.actor_rollout_ref.actor
         mini_batch = actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n
         step_metrics.fold_raw_sums(metrics, updates=actor.ppo_epochs * len(batch) // mini_batch)
         return batch
 
-    def _put_contexts(self, batch: Any, metrics: dict) -> None:
+    def _put_contexts(self, batch: Any, metrics: dict) -> Any:
         """Choose a context for every rollout and write the teacher's prompts to the queue.
+
+        Returns the batch's new handle: workers fetch only the fields that a handle lists.
 
         Padding rows are copies of a real row's custom fields at that row's length (verl's padding_utils);
         they get fields of their own here: no context, and a prompt that is never read.
@@ -124,7 +126,7 @@ class MapdTrainer(PPOTrainerSync):
             }
         fields = {"teacher_prompt_ids": ragged(teacher_prompts), "privilege_source": torch.tensor(numbers)}
         fields |= _trim_padding(data, rollouts)
-        tq.kv_batch_put(
+        batch = tq.kv_batch_put(
             keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(fields, batch_size=len(batch))
         )
         real = [name for (name, _), rollout in zip(chosen, rollouts, strict=True) if not rollout.is_padding]
@@ -132,6 +134,7 @@ class MapdTrainer(PPOTrainerSync):
         metrics.update(step_metrics.source_shares(real, configured))
         lengths = [float(len(ids)) for ids, n in zip(teacher_prompts, numbers, strict=True) if n > 0]
         metrics.update(step_metrics.mean_min_max("distillation/teacher_prompt_length", lengths))
+        return batch
 
     def _privileged_prompt(self, messages: Any, context: str) -> list[int]:
         if messages is None:
@@ -231,7 +234,8 @@ def _column(data: TensorDict, name: str, rows: int) -> list[Any]:
         return [None] * rows
     value = data[name]
     if isinstance(value, torch.Tensor):
-        return value.reshape(rows, -1)[:, 0].tolist()
+        # The queue hands one-element rows back as a nested tensor.
+        return [row.reshape(-1)[0].item() for row in value.unbind()]
     return [getattr(entry, "data", entry) for entry in (value.tolist() if hasattr(value, "tolist") else list(value))]
 
 

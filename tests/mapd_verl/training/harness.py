@@ -33,7 +33,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB, special_tokens=[*special, *tags], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
-    words = "what is the capital of the country where city lies in answer plan facts task search".split()
+    words = ["what", "is", "the", "capital", "of", "country", "where", "city", "lies", "answer", "plan", "facts"]
     chooser = random.Random(0)
     tokenizer.train_from_iterator([" ".join(chooser.choices(words, k=12)) for _ in range(500)], trainer)
     fast = PreTrainedTokenizerFast(
@@ -70,11 +70,11 @@ def make_model_folder(folder: Path, *, hidden: int = 32, layers: int = 2, vocab:
 def make_worker(folder: Path, *, logits: str = "policy_tokens", rank: int = 0, world: int = 1, port: int | None = None):
     """Our training worker over verl's, model built, no Ray."""
     import torch.distributed as dist
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine_workers import TrainingWorkerConfig
 
     from mapd_verl import verl_seams
     from mapd_verl.worker import MapdTrainingWorker
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine_workers import TrainingWorkerConfig
 
     if not dist.is_initialized():
         if port is None:
@@ -116,8 +116,9 @@ def make_worker(folder: Path, *, logits: str = "policy_tokens", rank: int = 0, w
 
 def base_loss(loss_agg_mode: str = "token-mean", **keys):
     """verl's own actor loss as its worker builds it."""
-    from mapd_verl.verl_seams import ppo_loss
     from verl.workers.config import FSDPActorConfig
+
+    from mapd_verl.verl_seams import ppo_loss
 
     config = FSDPActorConfig(
         strategy="fsdp2",
