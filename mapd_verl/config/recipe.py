@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib.util
+import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -207,12 +209,12 @@ def _check_types(path: Path, tree: Any, known: dict[str, Any]) -> None:
 
 def _check_overrides(overrides: Sequence[str], known: dict[str, Any]) -> None:
     from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import OverrideParseException
+    from hydra.errors import HydraException
 
     for text in overrides:
         try:
             override = OverridesParser.create().parse_override(text)
-        except OverrideParseException as error:
+        except HydraException as error:
             raise UserError(f"override '{text}': not of the form key=value") from error
         key = override.key_or_group
         if key.startswith("hydra.") or "@" in override.get_key_element() or key in _config_groups():
@@ -239,11 +241,16 @@ def verl_config_dir() -> Path:
 
 def _known_keys(recipe: dict[str, Any]) -> dict[str, Any]:
     """The tree of keys that verl (with the recipe's own ``defaults``) and our schema define."""
+    defaults = [entry for entry in recipe.get("defaults") or [] if entry != "_self_"] or ["ppo_trainer"]
+    return _known_keys_of(json.dumps(defaults))
+
+
+@functools.lru_cache(maxsize=8)
+def _known_keys_of(defaults: str) -> dict[str, Any]:
     from omegaconf import OmegaConf
 
-    skeleton = {"defaults": [entry for entry in recipe.get("defaults") or [] if entry != "_self_"] or ["ppo_trainer"]}
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "base.yaml").write_text(yaml.safe_dump(skeleton))
+        (Path(folder) / "base.yaml").write_text(yaml.safe_dump({"defaults": json.loads(defaults)}))
         base = OmegaConf.to_container(_compose(Path(folder), "base", ()), resolve=False)
     assert isinstance(base, dict)
     known = {str(key): value for key, value in base.items()}
