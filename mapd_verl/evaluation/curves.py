@@ -66,10 +66,10 @@ def _render(draw: Callable[..., bool], runs: Sequence[Run], theme: str, title: s
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.set_facecolor(style["paper"])
-    if not draw(axes, runs, style["lines"]):
-        return None
     axes.set_title(title, color=style["ink"], fontsize=10, loc="left", fontweight="bold")
     axes.set_xlabel("training step", color=style["ink"], fontsize=8)
+    if not draw(axes, runs, style["lines"]):
+        return None
     axes.tick_params(colors=style["ink"], labelsize=8, length=0)
     axes.grid(color=style["grid"], linewidth=0.6)
     axes.set_axisbelow(True)
@@ -77,8 +77,10 @@ def _render(draw: Callable[..., bool], runs: Sequence[Run], theme: str, title: s
         spine.set_visible(False)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     handles, labels = axes.get_legend_handles_labels()
-    if labels:
-        axes.legend(handles, labels, fontsize=7, frameon=False, labelcolor=style["ink"], loc="best")
+    if len(labels) > 1:
+        figure.legend(
+            handles, labels, fontsize=8, frameon=False, labelcolor=style["ink"], loc="outside lower center", ncols=4
+        )
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()
@@ -90,34 +92,35 @@ def _colours(runs: Sequence[Run], palette: Sequence[str]) -> dict[str, str]:
     return {arm: palette[i % len(palette)] for i, arm in enumerate(arms)}
 
 
-def _labels(runs: Sequence[Run]) -> dict[str, str]:
-    """Run name -> legend entry: the arm's, once."""
-    first: dict[str, str] = {}
-    for run in runs:
-        first.setdefault(run.arm, run.name)
-    return {name: arm for arm, name in first.items()}
-
-
 def moving_mean(values: Sequence[float], window: int = _SMOOTH) -> list[float]:
     """Mean of each value and up to ``window - 1`` before it."""
     return [sum(values[max(0, i - window + 1) : i + 1]) / (i + 1 - max(0, i - window + 1)) for i in range(len(values))]
 
 
-def _lines(axes: Any, runs: Sequence[Run], palette: Sequence[str], names: Sequence[str], style: str = "-",
-           scale: float = 1.0, label: bool = True) -> bool:  # fmt: skip
-    """Raw values faint, their moving mean strong. Whether anything was drawn."""
-    colours, labels, drawn = _colours(runs, palette), _labels(runs), False
-    for run in runs:
-        steps, values = run.series(*names)
-        if not steps:
-            continue
-        drawn = True
-        values = [scale * value for value in values]
-        colour = colours[run.arm]
-        if style == "-":
-            axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.35)
-        axes.plot(steps, moving_mean(values), color=colour, linewidth=1.6, linestyle=style,
-                  label=labels.get(run.name) if label else None)  # fmt: skip
+def _lines(
+    axes: Any, runs: Sequence[Run], palette: Sequence[str], names: Sequence[str], style: str = "-", scale: float = 1.0
+) -> bool:
+    """For each arm a strong line, the moving mean over its seeds, with each seed's raw values faint behind it.
+
+    Returns whether anything was drawn.
+    """
+    labelled = set(axes.get_legend_handles_labels()[1])
+    drawn = False
+    for arm, colour in _colours(runs, palette).items():
+        by_step: dict[int, list[float]] = {}
+        for run in (run for run in runs if run.arm == arm):
+            steps, values = run.series(*names)
+            values = [scale * value for value in values]
+            if style == "-":
+                axes.plot(steps, values, color=colour, linewidth=0.7, alpha=0.35)
+            for step, value in zip(steps, values, strict=True):
+                by_step.setdefault(step, []).append(value)
+        if by_step:
+            steps = sorted(by_step)
+            means = moving_mean([sum(by_step[step]) / len(by_step[step]) for step in steps])
+            label = None if arm in labelled else arm
+            axes.plot(steps, means, color=colour, linewidth=1.8, linestyle=style, label=label)
+            drawn = True
     return drawn
 
 
@@ -153,21 +156,21 @@ def _searches(axes: Any, runs: Sequence[Run], palette: Sequence[str]) -> bool:
 
 def _length(axes: Any, runs: Sequence[Run], palette: Sequence[str]) -> bool:
     drawn = _lines(axes, runs, palette, ("agent/policy_tokens",))
-    drawn |= _lines(axes, runs, palette, ("agent/response_tokens", "response_length/mean"), "--", label=not drawn)
+    drawn |= _lines(axes, runs, palette, ("agent/response_tokens", "response_length/mean"), "--")
     axes.set_ylim(bottom=0)
     return drawn
 
 
 def _kl(axes: Any, runs: Sequence[Run], palette: Sequence[str]) -> bool:
     drawn = _lines(axes, runs, palette, ("distillation/kl",))
-    drawn |= _lines(axes, runs, palette, ("actor/kl_loss",), "--", label=not drawn)
+    drawn |= _lines(axes, runs, palette, ("actor/kl_loss",), "--")
     axes.set_ylim(bottom=0)
     return drawn
 
 
 def _tags(axes: Any, runs: Sequence[Run], palette: Sequence[str]) -> bool:
     drawn = _lines(axes, runs, palette, ("agent/valid_turns",), scale=100)
-    drawn |= _lines(axes, runs, palette, ("agent/answered",), "--", scale=100, label=not drawn)
+    drawn |= _lines(axes, runs, palette, ("agent/answered",), "--", scale=100)
     axes.set_ylim(0, 102)
     axes.yaxis.set_major_formatter("{x:.0f}%")
     return drawn
@@ -190,7 +193,7 @@ def _sources(axes: Any, runs: Sequence[Run], palette: Sequence[str]) -> bool:
         axes.set_ylim(0, 100)
         axes.yaxis.set_major_formatter("{x:.0f}%")
         if len(runs) > 1:
-            axes.text(0.01, 0.02, run.name, transform=axes.transAxes, fontsize=7)
+            axes.set_xlabel(f"training step ({run.name})")
         return True
     return False
 

@@ -103,9 +103,11 @@ def write_report(
     if not curves and not tables:
         raise UserError(f"{', '.join(map(str, folders))}: no metrics and no evaluations to report")
     shown = _run_to_show(runs)
+    facts = [_facts(run) for run in runs]
     page = render_page(
         title=title or f"Search agent: {', '.join(run.name for run in runs)}",
-        runs=[_facts(run) for run in runs],
+        runs=facts,
+        fact_names=list(dict.fromkeys(name for run in facts for name in run["facts"])),
         tables=tables,
         arms=compare_arms(tables) if len(tables) > 1 else [],
         curves=[_inline(curve) for curve in curves],
@@ -121,8 +123,10 @@ def write_report(
 
 
 def _run_to_show(runs: Sequence[Run]) -> Run:
-    """The first run whose rollouts were dumped beside protocols, else the first."""
-    return next((run for run in runs if run.rollout_steps() and run.protocols), runs[0])
+    """The first run whose rollouts had a privileged teacher, else the first with rollouts, else the first."""
+    dumped = [run for run in runs if run.rollout_steps()]
+    taught = [run for run in dumped if any(name.startswith("mapd/source/") for v in run.metrics.values() for name in v)]
+    return [*taught, *dumped, *runs][0]
 
 
 def _facts(run: Run) -> dict[str, Any]:
@@ -142,7 +146,7 @@ def _facts(run: Run) -> dict[str, Any]:
         ("seconds a step", f"{sum(seconds) / len(seconds):.1f}" if steps else None),
         ("protocol cache", run.protocols.name if run.protocols else None),
     ]
-    return {"name": run.name, "facts": [(name, value) for name, value in facts if value is not None]}
+    return {"name": run.name, "facts": {name: value for name, value in facts if value is not None}}
 
 
 def _inline(curve: Curve) -> dict[str, str]:
