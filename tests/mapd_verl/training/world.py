@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, Qwen3ForCausalLM
 
 from mapd_verl.privilege import privileged_prompt_ids
 from protocol_cache.question_id import question_id
-from protocol_cache.store import Provenance, ProtocolStore, Record
+from protocol_cache.store import ProtocolStore, Provenance, Record
 
 from .harness import make_model_folder
 

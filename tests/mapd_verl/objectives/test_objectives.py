@@ -1,0 +1,33 @@
+import pytest
+import torch
+
+from mapd_verl.config import ObjectiveConfig
+from mapd_verl.config.schema import OBJECTIVE_NAMES
+from mapd_verl.objectives import OBJECTIVES, AuxiliaryLoss, make_objective
+
+
+def test_the_schema_knows_the_registry():
+    assert tuple(OBJECTIVES) == OBJECTIVE_NAMES
+
+
+@pytest.mark.parametrize("name", OBJECTIVE_NAMES)
+def test_weight_zero_is_grpo_whatever_the_name(name):
+    config = ObjectiveConfig(name=name, weight=0.0, beta=0.5 if name == "jsd" else None)
+    assert make_objective(config).needs_teacher is False
+
+
+@pytest.mark.parametrize("name", [n for n in OBJECTIVE_NAMES if n != "none"])
+def test_each_objective_is_zero_at_the_teacher_and_pulls_towards_it(name):
+    objective = make_objective(ObjectiveConfig(name=name, weight=0.1, beta=0.5 if name == "jsd" else None))
+    assert isinstance(objective, AuxiliaryLoss) and objective.needs_teacher and objective.weight == 0.1
+    torch.manual_seed(0)
+    student, teacher = torch.randn(4, 9, requires_grad=True), torch.randn(4, 9)
+    before = objective.token_losses(student, teacher)
+    (gradient,) = torch.autograd.grad(before.sum(), student)
+    after = objective.token_losses(student.detach() - 0.1 * gradient, teacher)
+    assert (after < before).all()
+    assert objective.token_losses(teacher.clone(), teacher).abs().max() < 1e-6
+
+
+def test_no_objective_adds_nothing():
+    assert make_objective(ObjectiveConfig(name="none", weight=0.5)).needs_teacher is False
