@@ -6,6 +6,7 @@ import asyncio
 import ipaddress
 import os
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -103,6 +104,8 @@ class Teacher:
             self._options["api_key"] = key
         self._slots = asyncio.Semaphore(config.concurrency)
         self._priced = config.prices is None and self._has_price()
+        if not self._priced:
+            self._list_model()
 
     async def ask(
         self,
@@ -196,6 +199,17 @@ class Teacher:
         content = choices[0].message.content
         return content if isinstance(content, str) else None, choices[0].finish_reason
 
+    def _list_model(self) -> None:
+        """Enter the model in LiteLLM's list: for one that is not there it searches by patterns in every call.
+
+        The zero price serves LiteLLM's own bookkeeping only; ours says that the price is not known.
+        """
+        entry: dict[str, Any] = {"input_cost_per_token": 0.0, "output_cost_per_token": 0.0, "mode": "chat"}
+        provider, _, name = self.config.model.rpartition("/")
+        if provider:
+            entry |= {"litellm_provider": provider.split("/")[0]}
+        self._litellm.register_model({self.config.model: entry, name: entry})
+
     def _has_price(self) -> bool:
         try:
             info = self._litellm.get_model_info(self.config.model)
@@ -206,6 +220,11 @@ class Teacher:
         return bool(info.get("input_cost_per_token") or info.get("output_cost_per_token"))
 
 
+def _quiet_known_warning() -> None:
+    # When a request is cancelled (its sibling failed, Ctrl-C) LiteLLM drops a coroutine that it had made ahead.
+    warnings.filterwarnings("ignore", message=r"coroutine '\w+\.acompletion' was never awaited")
+
+
 def _import_litellm() -> Any:
     # The price list is LiteLLM's own copy: nothing is fetched at import.
     os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
@@ -214,6 +233,7 @@ def _import_litellm() -> Any:
         import litellm
     except ImportError as error:
         raise TeacherUnusable(f"synthesis needs litellm: pip install 'mapd-verl[synthesis]' ({error})") from error
+    _quiet_known_warning()
     litellm.suppress_debug_info = True
     litellm.telemetry = False
     litellm.drop_params = True  # a reasoning model that knows no temperature is still usable

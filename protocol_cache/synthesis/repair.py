@@ -56,11 +56,13 @@ class RepairAgent:
         """
         from protocol_cache.synthesis.llm import TeacherError, TeacherUnreachable
 
+        earlier = [event["kind"] for event in exploration.events if event["event"] == "repair"]
         inputs = {
             "question": question.text,
             "reference_answers": list(gold.reveal_to(self)),
             "candidate": candidate,
             "findings": [finding.brief() for finding in exploration.findings.values()],
+            "earlier_diagnoses": earlier,
         }
         try:
             reply = await self._teacher.ask("repair", inputs, _schema(), account)

@@ -198,7 +198,10 @@ def _search(inputs: dict[str, Any], rng: random.Random, wrong: bool) -> dict[str
     if read is None:
         made = [s["query"] for s in inputs["searches"]]
         plain = text.query(relation, entity)
-        tries = [inputs["question"], plain, entity] if wrong and not made else [plain, entity, f"{entity} {relation}"]
+        kind = "country" if relation in text.COUNTRY_RELATIONS else "city"
+        tries = [plain, f"the {kind} of {entity}", entity]
+        if wrong and not made:
+            tries.insert(0, inputs["question"])  # the whole question as a query
         new = [query for query in tries if query not in made]
         if new and inputs["queries_left"]:
             return {"action": "search", "queries": new[:1]}
