@@ -58,6 +58,7 @@ class ObservationWriter:
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self._max_passage_tokens = max_passage_tokens
+        self._frame_tokens = len(self._encode(OPEN + CLOSE))
         # Text that the tokenizer would turn into a control token or a tag is data inside a passage.
         control = {*ALL_TAGS, *tokenizer.all_special_tokens, *tokenizer.get_added_vocab()}
         self._control = sorted((t for t in control if t.strip()), key=lambda t: (-len(t), t))
@@ -71,11 +72,12 @@ class ObservationWriter:
             return self.notice("no_hits", budget)
         budget = min(budget, self._max_tokens)
         lines = [self._line(i, p) for i, p in enumerate(passages, 1)]
-        share = self._shares([len(self._encode(line)) for line in lines], budget - len(self._encode(OPEN + CLOSE)))
+        encoded = [self._encode(line) for line in lines]
+        share = self._shares([len(ids) for ids in encoded], budget - self._frame_tokens)
         # Cutting a text moves token borders, so that the whole can come out a little longer than its
         # parts: the shares shrink until it fits.
         while True:
-            cut = [self._cut(line, tokens) for line, tokens in zip(lines, share, strict=True)]
+            cut = [self._cut(*each) for each in zip(lines, encoded, share, strict=True)]
             kept = [line for line in cut if line.strip()]
             if not kept:
                 return None
@@ -114,8 +116,7 @@ class ObservationWriter:
             left -= shares[i]
         return shares
 
-    def _cut(self, line: str, tokens: int) -> str:
-        ids = self._encode(line)
+    def _cut(self, line: str, ids: list[int], tokens: int) -> str:
         if len(ids) <= tokens:
             return line
         text = self._tokenizer.decode(ids[:tokens], skip_special_tokens=False, clean_up_tokenization_spaces=False)
