@@ -1,22 +1,28 @@
 """``python -m mapd_verl.main --config-path DIR --config-name NAME [overrides]``: train by a recipe.
 
-verl's own V1 task runner, with two differences: it runs in this process instead of an actor of its own
-(one import of verl less, and Ctrl-C reaches the training loop), and it proves that the plugin is loaded.
+verl's own V1 task runner, started with three differences (docs/decisions/0001-own-main.md): it runs in this
+process instead of an actor of its own, so Ctrl-C reaches the training loop; the plugin proves that it is
+loaded; and on the CPU platform what can start early does.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hydra
+
+from mapd_verl.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, describe
+from mapd_verl.processes import nothing_left_behind
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 
 class _InThisProcess:
-    """Stands in for an actor class: ``.remote()`` and ``.run.remote()`` work at once, on the spot."""
+    """Stands where verl expects an actor class: ``.remote()``, then ``.run.remote(config)``, both on the spot."""
 
     def remote(self) -> _InThisProcess:
         return self
@@ -32,12 +38,20 @@ class _Run:
 
         from mapd_verl.verl_seams import TaskRunnerV1, unwrap_actor_class
 
+        if _is_embedded(config):
+            from mapd_verl.cpu.rollout import start_server
+
+            # It loads while verl builds the trainer, which asks for it last.
+            start_server(0, config.actor_rollout_ref.rollout, config.actor_rollout_ref.model.path)
         unwrap_actor_class(TaskRunnerV1)().run(config)
         return ray.put(None)
 
 
 def train(config: DictConfig) -> None:
-    """Run the training that ``config`` (verl's ``ppo_trainer`` plus the ``mapd`` section) describes."""
+    """Run the training that ``config`` (verl's ``ppo_trainer`` plus the ``mapd`` section) describes.
+
+    Raises ``ValueError`` for verl's old trainer, and whatever verl raises.
+    """
     from mapd_verl import plugin, verl_seams
 
     plugin.assert_loaded()
@@ -50,7 +64,18 @@ def train(config: DictConfig) -> None:
     )
     if verl_seams.get_device_name() == "cpu":
         _pretend_accelerators(config.ray_kwargs.ray_init.get("num_gpus", None) or config.trainer.n_gpus_per_node)
-    verl_seams.run_ppo(config, task_runner_class=_InThisProcess())
+    if _is_embedded(config) and not config.actor_rollout_ref.rollout.get("router_config_path", None):
+        _use_light_router(config)
+    import ray
+
+    try:
+        verl_seams.run_ppo(config, task_runner_class=_InThisProcess())
+    finally:
+        ray.shutdown()  # orderly and at once; what is left then is ended the hard way
+
+
+def _is_embedded(config: DictConfig) -> bool:
+    return config.actor_rollout_ref.rollout.name == "mapd_cpu"
 
 
 def _pretend_accelerators(count: int) -> None:
@@ -62,10 +87,29 @@ def _pretend_accelerators(count: int) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(["-1"] * count)
 
 
+def _use_light_router(config: DictConfig) -> None:
+    from omegaconf import open_dict
+
+    with open_dict(config):
+        config.actor_rollout_ref.rollout.router_config_path = str(Path(__file__).parent / "cpu/router.yaml")
+
+
 @hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer", version_base=None)
 def main(config: DictConfig) -> None:
-    """Hydra's entry point."""
-    train(config)
+    """Hydra's entry point. Exit code 2 and one line for what the user can put right."""
+    try:
+        with nothing_left_behind():
+            train(config)
+    except KeyboardInterrupt:
+        print("mapd_verl.main: interrupted", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
+    except Exception as error:
+        # What a Ray actor raised arrives wrapped, with its traceback as the text.
+        line = describe(getattr(error, "cause", error))
+        if line is None or os.environ.get("MAPD_TRACEBACK") == "1":
+            raise
+        print(f"mapd_verl.main: error: {line}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
 
 
 if __name__ == "__main__":

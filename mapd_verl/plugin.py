@@ -99,10 +99,6 @@ def _register_adapter() -> None:
 
 
 def _register_trainer() -> None:
-    import importlib.util
-
-    if importlib.util.find_spec("mapd_verl.trainer") is None:
-        return
     import mapd_verl.trainer  # noqa: F401  its decorator registers it
 
 

@@ -41,8 +41,6 @@ SEAMS: dict[str, str] = {
     "TrainingWorker": "verl.workers.engine_workers:TrainingWorker",
     "Dispatch": "verl.single_controller.base.decorator:Dispatch",
     "register_worker_method": "verl.single_controller.base.decorator:register",
-    "Dispatch": "verl.single_controller.base.decorator:Dispatch",
-    "register": "verl.single_controller.base.decorator:register",  # of a worker's methods
     "tensordict_utils": "verl.utils.tensordict_utils:",
     "ppo_loss": "verl.workers.utils.losses:ppo_loss",
     "agg_loss": "verl.trainer.ppo.core_algos:agg_loss",
@@ -74,8 +72,6 @@ SEAMS: dict[str, str] = {
     "PlatformRegistry": "verl.plugin.platform.platform_manager:PlatformRegistry",
     "get_platform": "verl.plugin.platform:get_platform",
     "get_device_name": "verl.utils.device:get_device_name",
-    "get_device_id": "verl.utils.device:get_device_id",
-    "tensordict_utils": "verl.utils.tensordict_utils:",
     "get_device_id": "verl.utils.device:get_device_id",
     "distributed": "verl.utils.distributed:",
 }

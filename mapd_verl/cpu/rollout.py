@@ -20,6 +20,30 @@ def _server_name(replica_rank: int) -> str:
     return f"{NAME}_server_{replica_rank}"
 
 
+#: Servers started before verl asked for them; a named actor ends when its last handle goes.
+_STARTED: dict[int, Any] = {}
+
+
+def start_server(replica_rank: int, rollout: Any, model_path: str) -> Any:
+    """The server actor of a replica, started on the first call; it loads its model meanwhile.
+
+    Args: ``rollout`` is verl's rollout config (dataclass or DictConfig).
+    """
+    if replica_rank not in _STARTED:
+        config = ServerConfig(
+            model_path=os.path.expanduser(model_path),
+            prompt_length=rollout.prompt_length,
+            response_length=rollout.response_length,
+            max_num_seqs=rollout.max_num_seqs,
+            seed=rollout.seed,
+        )
+        # Each waiting request holds one slot of the actor's concurrency, and control calls must still pass.
+        concurrency = max(1000, 2 * rollout.max_num_seqs)
+        options = {"name": _server_name(replica_rank), "num_cpus": 0, "max_concurrency": concurrency}
+        _STARTED[replica_rank] = ray.remote(CPURolloutServer).options(**options).remote(config)
+    return _STARTED[replica_rank]
+
+
 class CPURolloutReplica(RolloutReplica):
     """One server actor; it takes no accelerator and no scheduler slot."""
 
@@ -32,19 +56,7 @@ class CPURolloutReplica(RolloutReplica):
             raise ValueError(f"rollout.name={NAME} runs on one rank, got a replica of {self.world_size}")
         if self.is_reward_model or self.is_teacher_model:
             raise ValueError(f"rollout.name={NAME} serves the policy only")
-        path = self.model_config.get("local_path", None) or self.model_config.path
-        config = ServerConfig(
-            model_path=os.path.expanduser(path),
-            prompt_length=self.config.prompt_length,
-            response_length=self.config.response_length,
-            max_num_seqs=self.config.max_num_seqs,
-            seed=self.config.seed,
-        )
-        server = (
-            ray.remote(CPURolloutServer)
-            .options(name=_server_name(self.replica_rank), num_cpus=0, max_concurrency=self.max_concurrency)
-            .remote(config)
-        )
+        server = start_server(self.replica_rank, self.config, self.model_config.path)
         await server.stats.remote()
         self.servers = [server]
         self._server_handle = server

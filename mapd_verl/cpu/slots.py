@@ -65,18 +65,17 @@ class SlotTable:
             return None
         target, cached = self.active, int(ready[source])
         free = np.arange(self.active, self.slots)
-        victim = int(free[np.lexsort((self._used[free], self.length[free] > 0))[0]])
-        extends = source >= self.active and (cached == self.length[source] or len(free) == 1)
-        if cached and extends:
-            self._swap(source, target)
+        if cached and source >= self.active and (cached == self.length[source] or len(free) == 1):
+            self._swap(source, target)  # it extends what that slot holds
         else:
+            candidates = free[free != source] if cached else free
+            victim = int(candidates[np.lexsort((self._used[candidates], self.length[candidates] > 0))[0]])
             self.length[victim] = 0
             self._swap(victim, target)
-            source = {target: victim, victim: target}.get(source, source)
-            if cached and self.length[source] >= cached:
+            if cached:
+                source = victim if source == target else source  # the swap may have moved it
                 self.cache[:, :, target, :cached] = self.cache[:, :, source, :cached]
-            else:
-                cached = 0  # the only holder was the victim itself
+                self._touch(source)
         self.tokens[target, : len(ids)] = ids
         self.length[target] = len(ids)
         self.stale[target], self.pending[target] = False, True
