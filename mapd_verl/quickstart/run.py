@@ -70,6 +70,7 @@ def _run(options: Options) -> dict[str, Any]:
             model = Path(stage(f"training {arm.label}", train)["result"]["checkpoint"])
             name, config = f"after-{arm.label}", configs[arm.name]
             stage(f"evaluation {arm.label}", partial(stages.evaluate, name, model, config, url, layout.after(arm)))
+    stage("report", partial(stages.report, arms))
     outcome = tables.outcome(layout.before, {arm: layout.after(arm) for arm in arms})
     print("\n" + tables.text(outcome))
     _write(options.run / "outcome.json", outcome)
@@ -118,7 +119,7 @@ def _say_costs(options: Options, result: dict[str, Any]) -> None:
     install = f"install {seconds['install']:.0f} s, " if seconds["install"] else ""
     print(
         f"\n{install}run {seconds['total']:.0f} s, peak memory {result['peak_memory_bytes'] / 1e9:.2f} GB; "
-        f"everything is in {options.run}"
+        f"report: {options.run / 'report.html'}"
     )
 
 

@@ -10,8 +10,9 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,11 @@ class Layout:
     def before(self) -> Path:
         """Records of the untrained student."""
         return self.run / "before.jsonl"
+
+    @property
+    def report(self) -> Path:
+        """The page about the run."""
+        return self.run / "report.html"
 
     def logs(self, name: str) -> Path:
         """The log of a stage."""
@@ -186,6 +192,16 @@ class Stages:
             return {"checkpoint": str(checkpoint(folder))}
 
         return self.state.stage(f"train-{arm.label}", inputs, (), work)
+
+    def report(self, arms: Sequence[Arm]) -> dict[str, Any]:
+        """One HTML page over the arms, its curves as PNG beside it."""
+        out = self.layout.report
+        folders = [self.layout.folder(arm) for arm in arms]
+        command = [sys.executable, "-m", "mapd_verl.evaluation.report", "--runs", *map(str, folders), "--out", str(out)]
+        files = [self.layout.before, *(self.layout.after(arm) for arm in arms), *(f / "metrics" for f in folders)]
+        inputs = fingerprint(command[1:], *files, _SOURCE / "evaluation")
+        work = partial(processes.run, command, self.layout.logs("report"), what="report")
+        return self.state.stage("report", inputs, (out,), work)
 
     @staticmethod
     def _drop_other_attempt(folder: Path, inputs: str) -> None:
