@@ -20,8 +20,8 @@ from mapd_verl.errors import UserError
 
 #: Copying first: with nothing else to learn, attention to earlier occurrences forms within a million tokens.
 DRILLS = Shares(
-    plain=0.05, other_protocol=0.0, own_protocol=0.05, own_rollout=0.0, copy_drill=0.5, reading_drill=0.3,
-    compare_drill=0.1,
+    plain=0.04, other_protocol=0.0, own_protocol=0.04, own_rollout=0.0, copy_drill=0.7, reading_drill=0.2,
+    compare_drill=0.02,
 )  # fmt: skip
 
 #: While skills form, most plain questions are answered well: reading is learned from them.
@@ -34,8 +34,8 @@ SKILLED = Mixture(
 #: The shipped student.
 DEFAULT = ColdstartConfig(
     stages=(
-        StageConfig(tokens=2_000_000, shares=DRILLS, final_lr=1.0),
-        StageConfig(tokens=28_000_000, mixture=SKILLED, final_lr=0.1),
+        StageConfig(tokens=1_500_000, shares=DRILLS, final_lr=1.0),
+        StageConfig(tokens=24_000_000, mixture=SKILLED, final_lr=0.1),
         StageConfig(tokens=4_000_000, lr=5e-4, made_up=0.6, final_lr=0.02),
     ),
     compile=True,

@@ -45,7 +45,7 @@ class StageConfig:
     """One stage of training: so many tokens (prompt and passages included) of one mixture."""
 
     tokens: int
-    lr: float = 3e-3
+    lr: float = 2e-3
     #: Share of made-up places.
     made_up: float = 0.75
     shares: Shares = field(default_factory=Shares)
@@ -62,7 +62,7 @@ class ColdstartConfig:
     stages: tuple[StageConfig, ...]
     model: ModelConfig = field(default_factory=ModelConfig)
     seed: int = 0
-    batch_tokens: int = 16384
+    batch_tokens: int = 4096
     weight_decay: float = 0.05
     clip: float = 1.0
     threads: int = 1
