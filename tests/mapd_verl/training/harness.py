@@ -175,7 +175,7 @@ def random_rows(seed: int, count: int = 4, with_context: float = 1.0) -> list[Ro
     return rows
 
 
-def make_batch(rows: list[Row], micro_batch_size: int, temperature: float = 1.0) -> TensorDict:
+def make_batch(rows: list[Row], micro_batch_size: int, temperature: float = 1.0, **switches: bool) -> TensorDict:
     """The TensorDict that reaches ``TrainingWorker.train_batch``."""
     from mapd_verl.verl_seams import tensordict_utils
 
@@ -205,8 +205,7 @@ def make_batch(rows: list[Row], micro_batch_size: int, temperature: float = 1.0)
         global_batch_size=len(rows),
         micro_batch_size_per_gpu=micro_batch_size,
         use_dynamic_bsz=False,
-        calculate_entropy=False,
-        use_remove_padding=False,
+        **{"calculate_entropy": False, "use_remove_padding": False, **switches},
     )
     return batch
 

@@ -71,9 +71,11 @@ def run(files, out: Path, *overrides: str, steps: int = 2) -> list[dict]:
 
 
 def test_mapd_learns_from_protocols_and_own_rollouts(files, tmp_path):
-    steps = run(files, tmp_path / "mapd", "mapd.objective.weight=0.05")
+    # Mini-batches of 3 x 4 rollouts: verl fills the step's 16 up to 24 with padding rows.
+    steps = run(files, tmp_path / "mapd", "mapd.objective.weight=0.05", "actor_rollout_ref.actor.ppo_mini_batch_size=3")
     assert len(steps) == 2
     for step in steps:
+        assert step["agent/rollouts"] == 16
         # Half of the questions have a protocol; the others fall back to a sibling, or to nothing.
         assert step["mapd/source/protocol"] == pytest.approx(0.5)
         assert step["mapd/source/own_rollout"] + step["mapd/source/none"] == pytest.approx(0.5)
@@ -95,13 +97,17 @@ def test_mapd_learns_from_protocols_and_own_rollouts(files, tmp_path):
 
 
 def test_weight_zero_is_verls_stock_trainer(files, tmp_path):
-    """Same seed, same rollouts: the same losses and gradient norms, step by step."""
+    """Same seed, same rollouts: the same losses and gradient norms, step by step.
+
+    Up to the order in which rollouts finish, and so are summed: two stock runs differ by as much. That the
+    engine is bitwise verl's is shown in ``test_engine.py``.
+    """
     ours = run(files, tmp_path / "ours", "mapd.objective.weight=0", "mapd.logits=all")
     stock = run(files, tmp_path / "stock", "trainer.v1.trainer_mode=sync")
     lean = run(files, tmp_path / "lean", "mapd.objective.weight=0", "mapd.logits=policy_tokens")
     assert any(abs(step["actor/pg_loss"]) > 0 for step in stock)
     for key in ("actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "critic/score/mean"):
         for mine, theirs, fewer in zip(ours, stock, lean, strict=True):
-            assert mine[key] == theirs[key], key
-            assert fewer[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-7), key
+            assert mine[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-7), key
+            assert fewer[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-7), key
     assert not any(key.startswith("distillation/") for step in ours for key in step)
