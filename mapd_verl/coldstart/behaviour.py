@@ -170,8 +170,11 @@ def recovery(question: Question, places: Places, rng: random.Random) -> list[Tur
     if slip < 0.6:
         return [broken(question, rng, trained=False), *good(question)]
     searches = good_searches(question)
-    if slip < 0.8:
-        return [searches[0], *searches]  # asks the same again, then goes on
+    if slip < 0.8:  # looks up something else first
+        stray = places.city(rng)
+        query = text.query(rng.choice(text.CITY_RELATIONS), stray.display)
+        thought = text.plan("country", stray.display)[0]
+        return [search(thought, query, stray, trained=False), *good(question)]
     # A guess was begun: the thought is the student's, the search after it is right.
     first = searches[0].text.split("</think>")[1]
     return [Turn(f"<think> {GUESS}</think>", trained=False), Turn(first, searches[0].found), *good(question)[1:]]

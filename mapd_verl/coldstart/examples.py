@@ -32,8 +32,8 @@ class Shares:
     other_protocol: float = 0.12
     own_protocol: float = 0.34
     own_rollout: float = 0.04
-    copy_drill: float = 0.06
-    reading_drill: float = 0.08
+    copy_drill: float = 0.12
+    reading_drill: float = 0.10
     compare_drill: float = 0.04
 
     def __post_init__(self) -> None:
