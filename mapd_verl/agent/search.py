@@ -30,3 +30,26 @@ def make_client(config: AgentConfig) -> RetrievalClient:
         )
     except ValueError as error:
         raise UserError(f"mapd.agent.retriever_urls: {error}") from error
+
+
+def check_service(config: AgentConfig) -> None:
+    """One query to each service of ``config``, before a run that would fail without it.
+
+    Raises:
+        UserError: naming the URL and what is wrong with it.
+    """
+    import asyncio
+    from dataclasses import replace
+
+    async def ask(url: str) -> None:
+        async with make_client(replace(config, retriever_urls=(url,))) as client:
+            result = await client.search("Is anybody there?")
+        if not result.ok:
+            raise UserError(f"retrieval service: {result.error}: {result.detail}")
+
+    async def ask_all() -> None:
+        make_client(config)  # no service named is an error too
+        for url in config.retriever_urls:
+            await ask(url)
+
+    asyncio.run(ask_all())

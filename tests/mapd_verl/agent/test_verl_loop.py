@@ -208,6 +208,18 @@ def test_engines_stop_at_texts_where_tags_are_several_tokens(untagged, sidecar, 
     assert manager.requests[0][1]["stop"] == ["</search>", "</answer>"] and manager.requests[0][1][key] is True
 
 
+def test_service_is_checked_before_a_run(sidecar):
+    from mapd_verl.agent.config import AgentConfig
+    from mapd_verl.agent.search import check_service
+    from mapd_verl.errors import UserError
+
+    check_service(AgentConfig(retriever_urls=(sidecar,)))
+    with pytest.raises(UserError, match=r"retrieval service: unreachable: http://127\.0\.0\.1:9"):
+        check_service(AgentConfig(retriever_urls=(sidecar, "http://127.0.0.1:9"), retriever_attempts=1))
+    with pytest.raises(UserError, match="no retrieval service named"):
+        check_service(AgentConfig())
+
+
 def test_registered_under_its_name():
     import mapd_verl.agent.verl_loop  # noqa: F401
     from mapd_verl.verl_seams import AGENT_LOOPS
