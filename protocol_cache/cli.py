@@ -9,11 +9,16 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mapd_verl.errors import UserError, one_line_errors
 from protocol_cache.schema import SCHEMA_VERSION
 from protocol_cache.store import ProtocolStore, Provenance
+
+if TYPE_CHECKING:
+    from protocol_cache.prompts import Prompts
+    from protocol_cache.synthesis.run import Plan, Tally
+    from protocol_cache.synthesis.state import Limits
 
 PROGRAM = "protocol_cache"
 
@@ -87,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _synthesize(options: argparse.Namespace) -> int:
     from protocol_cache.prompts import Prompts
     from protocol_cache.synthesis.questions import read_questions
+    from protocol_cache.synthesis.run import plan_run
     from protocol_cache.synthesis.state import Limits
 
     if options.timeout <= 0:
@@ -107,96 +113,99 @@ def _synthesize(options: argparse.Namespace) -> int:
     # SIGTERM ends a run like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ProtocolStore(options.out) as store:
+        plan = plan_run(questions, store, provenance, ("rejected",) if options.retry_rejected else ())
+        finished = f", {plan.finished} were finished already" if plan.finished else ""
+        if plan.stale:
+            print(f"{PROGRAM}: note: {plan.stale} records are of another corpus or schema, made anew", file=sys.stderr)
+        if not plan.todo:
+            print(f"{options.out}: nothing to do{finished}")
+            return 0
         try:
-            tally = asyncio.run(_run(options, questions, store, prompts, limits, provenance))
+            tally = asyncio.run(_run(options, plan, store, prompts, limits, provenance))
         except KeyboardInterrupt:
             print(f"\n{options.out}: {len(store)} questions are kept; the same command goes on", file=sys.stderr)
             raise
-    _say_end(tally, options.out)
-    if tally.done and tally.outcomes["failed"] == tally.done:
+    rate = tally.done / tally.seconds
+    rejected = f"{tally.outcomes['rejected']} rejected"
+    seconds = f"{tally.seconds:.1f} s ({rate:.1f}/s)"
+    print(f"{options.out}: {tally.done} questions in {seconds}: {_progress(tally)}, {rejected}{finished}")
+    for reason, count in tally.reasons.most_common(5):
+        print(f"  {count} x {reason}")
+    if tally.outcomes["failed"] == tally.done:
         raise UserError(f"all {tally.done} questions failed, most often: {tally.reasons.most_common(1)[0][0]}")
     return 0
 
 
 async def _run(
-    options: argparse.Namespace, questions: Any, store: ProtocolStore, prompts: Any, limits: Any, provenance: Provenance
-) -> Any:
+    options: argparse.Namespace,
+    plan: Plan,
+    store: ProtocolStore,
+    prompts: Prompts,
+    limits: Limits,
+    provenance: Provenance,
+) -> Tally:
     from tqdm import tqdm
 
     from protocol_cache.synthesis.llm import Teacher, TeacherConfig
     from protocol_cache.synthesis.pipeline import Team
-    from protocol_cache.synthesis.run import Tally, check_retriever, check_teacher, finished, synthesize
+    from protocol_cache.synthesis.run import check_retriever, check_teacher, synthesize
     from retrieval_server.client import RetrievalClient
 
     try:
-        retriever = RetrievalClient(options.retriever, topk=options.topk)
+        retriever = RetrievalClient(options.retriever, topk=limits.topk)
     except ValueError as error:
         raise UserError(f"--retriever: {error}") from error
-    retry = ("rejected",) if options.retry_rejected else ()
-    known = store.statuses()
-    left = sum(not finished(known.get(q.question_id), retry) for q, _ in questions)
-    if not left:
-        return Tally(total=0, skipped=len(questions))
+    config = TeacherConfig(
+        model=options.model,
+        api_base=options.api_base,
+        api_key_env=options.api_key_env,
+        timeout=options.timeout,
+        concurrency=options.concurrency,
+        temperature=options.temperature,
+        max_tokens=options.max_tokens,
+        prices=tuple(options.price) if options.price else None,
+    )
     async with retriever:
         await check_retriever(retriever)
-        config = TeacherConfig(
-            model=options.model,
-            api_base=options.api_base,
-            api_key_env=options.api_key_env,
-            timeout=options.timeout,
-            concurrency=options.concurrency,
-            temperature=options.temperature,
-            max_tokens=options.max_tokens,
-            prices=tuple(options.price) if options.price else None,
-        )
+        await check_teacher(config)
         teacher = Teacher(config, prompts)
-        await check_teacher(teacher)
         interactive = sys.stderr.isatty()
         bar = tqdm(
-            total=left, unit="q", desc="synthesize", mininterval=0.5 if interactive else 15.0, dynamic_ncols=interactive
+            total=len(plan.todo),
+            unit="q",
+            desc="synthesize",
+            mininterval=0.5 if interactive else 15.0,
+            dynamic_ncols=interactive,
         )
 
         def show(tally: Tally) -> None:
             bar.set_postfix_str(_progress(tally), refresh=False)
             bar.update()
 
+        team = Team(teacher, retriever, limits)
         try:
             with bar:
-                return await synthesize(
-                    questions, store, Team(teacher, retriever, limits), provenance, options.concurrency, retry, show
-                )
+                return await synthesize(plan.todo, store, team, provenance, options.concurrency, show)
         finally:
             await teacher.close()
 
 
-def _progress(tally: Any) -> str:
+def _progress(tally: Tally) -> str:
     passed = tally.outcomes["passed"] / tally.done if tally.done else 0.0
     cost = "price unknown" if tally.cost_usd is None else f"${tally.cost_usd:.2f}"
     text = f"{passed:.1%} passed, {tally.calls / max(1, tally.done):.1f} calls/q, {cost}"
     return text + (f", {tally.outcomes['failed']} failed" if tally.outcomes["failed"] else "")
 
 
-def _say_end(tally: Any, out: str) -> None:
-    if not tally.done:
-        print(f"{out}: all {tally.skipped} questions were finished already")
-        return
-    skipped = f", {tally.skipped} were finished already" if tally.skipped else ""
-    rate = tally.done / tally.seconds if tally.seconds else 0.0
-    print(
-        f"{out}: {tally.done} questions in {tally.seconds:.1f} s ({rate:.1f}/s): {_progress(tally)}, "
-        f"{tally.outcomes['rejected']} rejected{skipped}"
-    )
-    for reason, count in tally.reasons.most_common(5):
-        print(f"  {count} x {reason}")
-
-
 def _corpus_hash(path: str | None) -> str:
     """SHA-256 of the corpus file, or "unknown" where none was named."""
     import hashlib
 
+    from protocol_cache.synthesis.run import UNKNOWN_CORPUS
+
     if path is None:
         print(f"{PROGRAM}: note: without --corpus the cache can't say which corpus it belongs to", file=sys.stderr)
-        return "unknown"
+        return UNKNOWN_CORPUS
     if not Path(path).is_file():
         raise UserError(f"--corpus {path}: no such file")
     with open(path, "rb") as file:

@@ -174,15 +174,15 @@ class ProtocolStore:
         """
         usage, origin = record.usage, record.provenance
         row = (
-            *(record.question_id, record.status, record.variant, record.reason),
+            *(record.question_id, record.status, record.variant, _text(record.reason)),
             _dump(record.protocol) if record.protocol is not None else None,
-            *(record.question, record.source, record.split),
+            *(_text(record.question), record.source, record.split),
             *(usage.calls, usage.prompt_tokens, usage.completion_tokens, usage.cost_usd, usage.seconds),
             *(origin.teacher_model, origin.prompt_version, origin.corpus_hash, origin.schema_version),
             record.created_at,
         )
         verdicts = [
-            (record.question_id, i, _dump(c.candidate), int(c.passed), c.failed_check, c.reason)
+            (record.question_id, i, _dump(c.candidate), int(c.passed), c.failed_check, _text(c.reason))
             for i, c in enumerate(candidates, start=1)
         ]
         with self._named_errors("write"), self._transaction():
@@ -204,9 +204,15 @@ class ProtocolStore:
             return {row[0]: _record(row) for row in self._db.execute(sql, (wanted,))}
 
     def statuses(self) -> dict[str, str]:
-        """Every question id with its status: what a resumed run needs to know."""
+        """Every question id with its status."""
         with self._named_errors("read"):
             return dict(self._db.execute("SELECT question_id, status FROM records"))
+
+    def origins(self) -> dict[str, tuple[str, str, str]]:
+        """Every question id with its status, corpus hash and schema version: what a resumed run needs to know."""
+        sql = "SELECT question_id, status, corpus_hash, schema_version FROM records"
+        with self._named_errors("read"):
+            return {qid: (status, corpus, schema) for qid, status, corpus, schema in self._db.execute(sql)}
 
     def candidates(self, question_id: str) -> list[Candidate]:
         """Every protocol that was put to the gate for this question, in order."""
@@ -361,7 +367,22 @@ def _tables(db: sqlite3.Connection) -> int:
 
 
 def _dump(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    # Half a surrogate pair is JSON, as an escape, but not UTF-8.
+    return text if _encodable(text) else json.dumps(value, separators=(",", ":"))
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _text(text: str | None) -> str | None:
+    """Text for a column of its own: what UTF-8 cannot hold is shown as an escape."""
+    return text if text is None else text.encode(errors="backslashreplace").decode()
 
 
 def _record(row: tuple[Any, ...]) -> Record:

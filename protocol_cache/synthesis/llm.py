@@ -161,6 +161,8 @@ class Teacher:
                 if response is None:  # LiteLLM's outcome of a 422 with drop_params
                     raise TeacherError(f"teacher as {role}: the server refused the request as invalid (HTTP 422)")
                 return self._read(response, account)
+            except UnicodeEncodeError as error:  # half a surrogate pair, from a question or a passage
+                raise TeacherError(f"teacher as {role}: the request cannot be written as UTF-8: {error}") from error
             except (TimeoutError, self._litellm.exceptions.OpenAIError) as error:
                 self._give_up(error, role)
                 if not left:

@@ -31,6 +31,10 @@ def parse_reply(content: str | None, finish_reason: str | None) -> tuple[dict[st
     if not isinstance(value, dict):
         shown = " ".join(text.split())
         return None, f"no JSON object in the reply {shown[:_SHOWN]!r}{'...' if len(shown) > _SHOWN else ''}"
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return None, "the reply holds half of a surrogate pair, which no later request could carry"
     return value, None
 
 

@@ -16,16 +16,17 @@ from protocol_cache.synthesis.pipeline import Outcome, Team
 from protocol_cache.synthesis.state import Gold, Question
 
 if TYPE_CHECKING:
-    from protocol_cache.synthesis.llm import Teacher
+    from protocol_cache.synthesis.llm import TeacherConfig
     from retrieval_server.client import RetrievalClient
+
+#: The corpus hash of a run that was not told its corpus.
+UNKNOWN_CORPUS = "unknown"
 
 
 @dataclass
 class Tally:
     """Counts of one run (not of the whole store)."""
 
-    total: int
-    skipped: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     calls: int = 0
@@ -47,35 +48,56 @@ class Tally:
             self.cost_usd = (self.cost_usd or 0.0) + record.usage.cost_usd
 
 
-def finished(status: str | None, retry: Sequence[str]) -> bool:
-    """Whether a question with this status needs no work. What failed is always tried again."""
-    return status is not None and status != "failed" and status not in retry
+@dataclass(frozen=True)
+class Plan:
+    """What a run has to do: ``todo``, of which ``stale`` had a record; ``finished`` questions are left alone."""
+
+    todo: list[tuple[Question, Gold]]
+    finished: int
+    stale: int
+
+
+def plan_run(
+    questions: Sequence[tuple[Question, Gold]], store: ProtocolStore, provenance: Provenance, retry: Sequence[str] = ()
+) -> Plan:
+    """Which questions need work: those without a record, those that failed, and those whose record is stale.
+
+    Stale is what was made for another corpus (where both hashes are known) or another schema version:
+    its facts need not be there any more.
+
+    Args:
+        retry: "rejected" to work on those again too.
+    """
+    origins = store.origins()
+    todo, stale = [], 0
+    for question, gold in questions:
+        status, corpus, schema = origins.get(question.question_id, (None, UNKNOWN_CORPUS, provenance.schema_version))
+        other_corpus = UNKNOWN_CORPUS not in (corpus, provenance.corpus_hash) and corpus != provenance.corpus_hash
+        outdated = other_corpus or schema != provenance.schema_version
+        stale += outdated
+        if outdated or status in (None, "failed") or status in retry:
+            todo.append((question, gold))
+    return Plan(todo, len(questions) - len(todo), stale)
 
 
 async def synthesize(
-    questions: Sequence[tuple[Question, Gold]],
+    todo: Sequence[tuple[Question, Gold]],
     store: ProtocolStore,
     team: Team,
     provenance: Provenance,
     concurrency: int,
-    retry: Sequence[str] = (),
     on_record: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
-    """Work on every question that has no finished record, ``concurrency`` at a time.
+    """Work on the questions, ``concurrency`` at a time.
 
-    Each record is in the store, for good, before the next question starts. Cancelling loses only what is
-    under way.
-
-    Args:
-        retry: "rejected" to try those again too.
+    Each record is in the store, for good, before its worker takes the next question. Cancelling loses
+    only what is under way.
 
     Raises:
         UserError: ``max(20, 2 * concurrency)`` questions in a row failed: something is down or unusable.
         StoreError: a record could not be written.
     """
-    known = store.statuses()
-    todo = [(q, g) for q, g in questions if not finished(known.get(q.question_id), retry)]
-    tally = Tally(total=len(todo), skipped=len(questions) - len(todo))
+    tally = Tally()
     patience = max(20, 2 * concurrency)
     failures = 0
     begin = time.monotonic()
@@ -130,7 +152,7 @@ async def check_retriever(retriever: RetrievalClient) -> None:
         raise UserError(f"retriever: {result.error}: {result.detail}")
 
 
-async def check_teacher(teacher: Teacher, timeout: float = 5.0) -> None:
+async def check_teacher(config: TeacherConfig, timeout: float = 5.0) -> None:
     """Open and close a connection to ``api_base``, if one is given.
 
     Raises:
@@ -138,7 +160,7 @@ async def check_teacher(teacher: Teacher, timeout: float = 5.0) -> None:
     """
     from urllib.parse import urlsplit
 
-    base = teacher.config.api_base
+    base = config.api_base
     if base is None:
         return
     parts = urlsplit(base)
