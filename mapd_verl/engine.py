@@ -3,9 +3,17 @@
 Why here and not in the loss function or before the update: docs/decisions/0002-where-the-teacher-forward-sits.md.
 
 A micro-batch goes through, in this order: the teacher's view without gradient and in evaluation mode, then
-the student's view as verl runs it. Both use the parameters as they are at this moment, both project only
-policy tokens onto the vocabulary (``mapd.logits: policy_tokens``). The per-token divergence joins verl's
-model output under ``divergence``, in the layout of ``log_probs``; ``loss.py`` aggregates it.
+the student's view as verl runs it. Both use the parameters as they are at this moment. The per-token
+divergence joins verl's model output under ``divergence``, in the layout of ``log_probs``; ``loss.py``
+aggregates it.
+
+``mapd.forward: lean`` leaves out, in every forward, what no loss reads; values change by rounding only:
+
+* only policy tokens are projected onto the vocabulary, not the prompt and not the observations;
+* rows that are padded on the right get no padding mask: under causal attention no token sees what follows
+  it, so the mask changes padding alone, and without it attention takes its causal kernel;
+* rows of like length share a micro-batch. Gradients are summed over micro-batches with counts of the whole
+  mini-batch, so that which rows go together is free.
 """
 
 from __future__ import annotations
@@ -45,6 +53,7 @@ if TYPE_CHECKING:
             self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any
         ) -> dict[str, torch.Tensor]: ...
         def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any: ...
+        def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool) -> Any: ...
         def get_data_parallel_size(self) -> int: ...
 
 else:
@@ -58,7 +67,7 @@ class _Plan:
     selection: views.TokenSelection
     #: Where the selected tokens are predicted in the student's output, its first two dimensions flattened.
     positions: torch.Tensor
-    head_selected: bool
+    lean: bool
     loss: MapdLoss | None
     #: ``[N', V]``, and which selected tokens its rows face, ``[N]`` bool; None when no row has a context.
     teacher: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -68,17 +77,41 @@ class _Plan:
 class TwoViewEngine(_Base):
     """Mixin before one of verl's FSDP language-model engines."""
 
-    #: ``policy_tokens`` or ``all``; see ``MapdConfig.logits``.
-    logits: str = "all"
+    #: Whether forwards leave out what no loss reads (``mapd.forward``).
+    lean: bool = False
     _plan: _Plan | None = None
+    _causal_only: bool = False
+
+    def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool = False) -> Any:
+        order = self._order_by_length(data)
+        if order is None:
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        output = super().forward_backward_batch(
+            tensordict_utils.index_select_tensor_dict(data, order), loss_function, forward_only
+        )
+        back = torch.argsort(order).tolist()
+        for key, value in output["model_output"].items():
+            rows = value.unbind()
+            output["model_output"][key] = views.ragged([rows[i] for i in back])
+        return output
+
+    def prepare_model_inputs(self, micro_batch: TensorDict) -> tuple[dict[str, Any], dict[str, Any]]:
+        inputs, output_args = super().prepare_model_inputs(micro_batch)
+        if self._causal_only and inputs["attention_mask"] is not None:
+            rows, width = inputs["input_ids"].shape
+            positions = torch.arange(width, device=inputs["input_ids"].device).expand(rows, width)
+            if bool(((inputs["position_ids"] == positions) | (inputs["attention_mask"] == 0)).all()):
+                # Positions run on through the padding: a fall back to 0 would read as several packed rows.
+                inputs |= {"attention_mask": None, "position_ids": positions}
+        return inputs, output_args
 
     def forward_step(self, micro_batch: TensorDict, loss_function: Callable | None, forward_only: bool) -> Any:
         micro_batch = micro_batch.to(get_device_id())
-        self._plan = self._make_plan(micro_batch, loss_function, forward_only)
+        self._plan = plan = self._make_plan(micro_batch, loss_function, forward_only)
         try:
-            if self._plan is None or not self._plan.head_selected:
+            if plan is None or not plan.lean:
                 return super().forward_step(micro_batch, loss_function, forward_only)
-            with self._head_over(self._plan.positions):
+            with self._lean_forward(plan.positions):
                 return super().forward_step(micro_batch, loss_function, forward_only)
         finally:
             self._plan = None
@@ -90,12 +123,12 @@ class TwoViewEngine(_Base):
         if plan is None:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         temperature = _temperature(micro_batch, plan.selection.rows)
-        if plan.head_selected:
-            logits = _full(output.logits).squeeze(0) / temperature
+        if plan.lean:
+            logits = _scaled(_full(output.logits).squeeze(0), temperature)
             model_output = self._selected_outputs(logits, micro_batch, plan)
         else:
             logits = _full(output.logits)
-            logits = logits.reshape(-1, logits.shape[-1])[plan.positions] / temperature
+            logits = _scaled(logits.reshape(-1, logits.shape[-1])[plan.positions], temperature)
             model_output = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         if plan.loss is not None:
             model_output[DIVERGENCE] = self._divergence(logits, micro_batch, plan)
@@ -109,13 +142,13 @@ class TwoViewEngine(_Base):
         blocked = self._why_full_logits(micro_batch)
         if loss is not None and blocked:
             raise UserError(f"mapd.objective: a teacher branch does not work with {blocked}")
-        if loss is None and (blocked or self.logits == "all"):
+        if loss is None and (blocked or not self.lean):
             return None
         selection = views.select_tokens(micro_batch["response_mask"])
         plan = _Plan(
             selection=selection,
             positions=self._positions(micro_batch, micro_batch["prompts"], micro_batch["input_ids"], selection),
-            head_selected=self.logits == "policy_tokens" and not blocked,
+            lean=self.lean and not blocked,
             loss=loss,
         )
         if loss is not None:
@@ -165,7 +198,7 @@ class TwoViewEngine(_Base):
                 self._teacher_forward(micro_batch, first, first, torch.zeros_like(first), nothing)
             return None
         logits = self._teacher_forward(micro_batch, view.prompts, view.input_ids, view.position_ids, view.selection)
-        return logits / _temperature(micro_batch, view.rows[view.selection.rows]), view.mask
+        return _scaled(logits, _temperature(micro_batch, view.rows[view.selection.rows])), view.mask
 
     def _teacher_forward(
         self,
@@ -183,12 +216,12 @@ class TwoViewEngine(_Base):
         }
         # The temperature is applied to the selected logits afterwards.
         tensordict_utils.assign_non_tensor(batch, temperature=1.0, **switches)
-        inputs, _ = self.prepare_model_inputs(batch)
         positions = self._positions(micro_batch, prompts, input_ids, selection)
         training = self.module.training
         self.module.eval()
         try:
-            with torch.no_grad(), self._autocast(), self._head_over(positions):
+            with torch.no_grad(), self._autocast(), self._lean_forward(positions, causal_only=self.lean):
+                inputs, _ = self.prepare_model_inputs(batch)
                 return _full(self.module(**inputs, use_cache=False).logits).squeeze(0)
         finally:
             self.module.train(training)
@@ -201,18 +234,36 @@ class TwoViewEngine(_Base):
     # ------------------------------------------------------------------ outputs
 
     @contextmanager
-    def _head_over(self, positions: torch.Tensor) -> Iterator[None]:
-        """Within, the model's head sees only ``positions`` of its flattened input: logits are ``[1, N, V]``."""
+    def _lean_forward(self, positions: torch.Tensor, causal_only: bool = True) -> Iterator[None]:
+        """Within, the model's head sees only ``positions`` of its flattened input: logits are ``[1, N, V]``.
+
+        Args:
+            causal_only: also leave the padding mask out.
+        """
 
         def select(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
             hidden = args[0]
             return (hidden.reshape(-1, hidden.shape[-1])[positions].unsqueeze(0), *args[1:])
 
         handle = self.module.get_output_embeddings().register_forward_pre_hook(select)
+        self._causal_only = causal_only
         try:
             yield
         finally:
+            self._causal_only = False
             handle.remove()
+
+    def _order_by_length(self, data: TensorDict) -> torch.Tensor | None:
+        """Row order for micro-batches of like length; None where verl's own order or balancing is to stay."""
+
+        def switch(key: str, default: Any) -> Any:
+            return tensordict_utils.get_non_tensor_data(data=data, key=key, default=default)
+
+        if not self.lean or switch("use_dynamic_bsz", True) or switch("use_remove_padding", True):
+            return None
+        if switch("force_group_size", 1) != 1:
+            return None
+        return torch.argsort(views.lengths_of(data["input_ids"], "input_ids"), stable=True)
 
     def _selected_outputs(self, logits: torch.Tensor, micro_batch: TensorDict, plan: _Plan) -> dict[str, torch.Tensor]:
         """verl's ``log_probs`` and ``entropy`` from the logits of the policy tokens; 0 at all other positions."""
@@ -244,6 +295,11 @@ class TwoViewEngine(_Base):
 def _full(logits: torch.Tensor) -> torch.Tensor:
     """Under tensor parallelism logits are sharded on the vocabulary."""
     return logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+
+
+def _scaled(logits: torch.Tensor, temperature: Any) -> torch.Tensor:
+    """``logits / temperature`` without a copy at temperature 1."""
+    return logits if isinstance(temperature, float) and temperature == 1.0 else logits / temperature
 
 
 def _temperature(micro_batch: TensorDict, rows: torch.Tensor) -> Any:

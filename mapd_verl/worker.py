@@ -36,7 +36,7 @@ class MapdActorRolloutRefWorker(ActorRolloutRefWorker):
         config = MapdConfig.from_mapping(section)
         for worker in (self.actor, self.ref):
             if worker is not None:
-                worker.engine.logits = config.logits
+                worker.engine.lean = config.forward == "lean"
         objective = make_objective(config.objective)
         self.actor.set_loss_fn(
             MapdLoss(self.loss_fn, objective) if isinstance(objective, AuxiliaryLoss) else self.loss_fn

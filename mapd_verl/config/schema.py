@@ -18,7 +18,7 @@ from mapd_verl.errors import UserError
 #: needs no torch. A test keeps them equal to the registries.
 OBJECTIVE_NAMES = ("none", "reverse_kl", "forward_kl", "jsd")
 SOURCE_NAMES = ("none", "protocol", "own_rollout", "empty", "shuffled", "answer_only")
-LOGITS = ("policy_tokens", "all")
+FORWARDS = ("lean", "stock")
 
 
 @dataclass
@@ -116,16 +116,16 @@ class MapdConfig:
     agent: dict[str, Any] = field(default_factory=dict)
     """Keys of :class:`mapd_verl.agent.config.AgentConfig`."""
 
-    logits: str = "policy_tokens"
-    """Positions whose vocabulary logits the actor computes: ``policy_tokens`` leaves out the prompt and the
-    observations, which no loss reads; ``all`` is verl's own way. Same losses up to rounding."""
+    forward: str = "lean"
+    """``lean`` leaves out of every forward what no loss reads: logits of prompts and observations, masks of
+    padding, most of the padding itself. ``stock`` is verl's own forward. Same losses up to rounding."""
 
     poll_interval: float = 0.05
     """Seconds between two looks at the rollouts that still run (verl's own 2 s is most of a small step)."""
 
     def __post_init__(self) -> None:
-        if self.logits not in LOGITS:
-            raise ValueError(f"mapd.logits: choose from {', '.join(LOGITS)}, got {self.logits!r}")
+        if self.forward not in FORWARDS:
+            raise ValueError(f"mapd.forward: choose from {', '.join(FORWARDS)}, got {self.forward!r}")
         if self.poll_interval <= 0:
             raise ValueError(f"mapd.poll_interval: must be a positive number of seconds, got {self.poll_interval}")
         AgentConfig.from_mapping(self.agent)

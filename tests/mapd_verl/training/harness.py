@@ -67,7 +67,7 @@ def make_model_folder(folder: Path, *, hidden: int = 32, layers: int = 2, vocab:
     return folder
 
 
-def make_worker(folder: Path, *, logits: str = "policy_tokens", rank: int = 0, world: int = 1, port: int | None = None):
+def make_worker(folder: Path, *, lean: bool = True, rank: int = 0, world: int = 1, port: int | None = None):
     """Our training worker over verl's, model built, no Ray."""
     import torch.distributed as dist
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -110,7 +110,7 @@ def make_worker(folder: Path, *, logits: str = "policy_tokens", rank: int = 0, w
         )
     )
     worker.reset()
-    worker.engine.logits = logits
+    worker.engine.lean = lean
     return worker
 
 

@@ -102,9 +102,9 @@ def test_weight_zero_is_verls_stock_trainer(files, tmp_path):
     Up to the order in which rollouts finish, and so are summed: two stock runs differ by as much. That the
     engine is bitwise verl's is shown in ``test_engine.py``.
     """
-    ours = run(files, tmp_path / "ours", "mapd.objective.weight=0", "mapd.logits=all")
+    ours = run(files, tmp_path / "ours", "mapd.objective.weight=0", "mapd.forward=stock")
     stock = run(files, tmp_path / "stock", "trainer.v1.trainer_mode=sync")
-    lean = run(files, tmp_path / "lean", "mapd.objective.weight=0", "mapd.logits=policy_tokens")
+    lean = run(files, tmp_path / "lean", "mapd.objective.weight=0", "mapd.forward=lean")
     assert any(abs(step["actor/pg_loss"]) > 0 for step in stock)
     for key in ("actor/loss", "actor/pg_loss", "actor/kl_loss", "actor/grad_norm", "critic/score/mean"):
         for mine, theirs, fewer in zip(ours, stock, lean, strict=True):

@@ -28,11 +28,11 @@ def worker(folder):
     return make_worker(folder)
 
 
-@pytest.fixture(params=["policy_tokens", "all"])
-def logits(request, worker):
-    worker.engine.logits = request.param
+@pytest.fixture(params=["lean", "stock"])
+def forward(request, worker):
+    worker.engine.lean = request.param == "lean"
     yield request.param
-    worker.engine.logits = "policy_tokens"
+    worker.engine.lean = True
 
 
 def mapd_loss(weight=1.0, mode="token-mean", **keys):
@@ -80,7 +80,7 @@ def assert_gradients_close(gradients, expected, rtol=1e-5):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_value_and_gradient_equal_the_float64_reference(worker, folder, logits, mode):
+def test_value_and_gradient_equal_the_float64_reference(worker, folder, forward, mode):
     rows = grpo_free(random_rows(3))
     rows[1].teacher_prompt = None
     loss, gradients, _ = run(worker, mapd_loss(mode=mode), make_batch(rows, 2))
@@ -90,7 +90,7 @@ def test_value_and_gradient_equal_the_float64_reference(worker, folder, logits, 
     assert_gradients_close(gradients, expected_gradients)
 
 
-def test_both_views_take_the_policys_temperature(worker, folder, logits):
+def test_both_views_take_the_policys_temperature(worker, folder, forward):
     rows = grpo_free(random_rows(4))
     loss, gradients, _ = run(worker, mapd_loss(), make_batch(rows, 2, temperature=0.7))
     expected, expected_gradients = reference(folder, rows, "token-mean", temperature=0.7)
@@ -118,24 +118,24 @@ def test_lambda_scales_the_term_and_nothing_else(worker):
 def test_without_an_objective_the_engine_is_verls_bit_for_bit(worker, monkeypatch):
     from mapd_verl.cpu.engine import CPUFSDPEngineWithLMHead as Stock
 
-    worker.engine.logits = "all"
+    worker.engine.lean = False
     rows = random_rows(20)
     ours, gradients, _ = run(worker, base_loss(), make_batch(rows, 2))
     for method in ("forward_step", "prepare_model_outputs"):
         monkeypatch.setattr(type(worker.engine), method, getattr(Stock, method))
     stock, stock_gradients, _ = run(worker, base_loss(), make_batch(rows, 2))
-    worker.engine.logits = "policy_tokens"
+    worker.engine.lean = True
     assert ours == stock
     assert all(torch.equal(gradients[name], stock_gradients[name]) for name in stock_gradients)
 
 
 def test_selected_logits_give_verls_own_loss_and_gradient(worker):
-    """``logits: policy_tokens`` against verl's full logits, entropy bonus and all, without any distillation."""
+    """``forward: lean`` against verl's full logits, entropy bonus and all, without any distillation."""
     rows = random_rows(7)
     batch, other = (make_batch(rows, 2, calculate_entropy=True) for _ in range(2))
-    worker.engine.logits = "all"
+    worker.engine.lean = False
     loss, gradients, metrics = run(worker, base_loss(entropy_coeff=0.01), batch)
-    worker.engine.logits = "policy_tokens"
+    worker.engine.lean = True
     lean, lean_gradients, lean_metrics = run(worker, base_loss(entropy_coeff=0.01), other)
     assert lean == pytest.approx(loss, rel=1e-5)
     assert_gradients_close(lean_gradients, gradients)
@@ -148,20 +148,20 @@ def test_selected_log_probs_equal_verls_at_policy_tokens(worker):
     """The forward before the update (old log-probabilities) takes the same short cut."""
     rows = random_rows(8)
     outputs = {}
-    for name in ("all", "policy_tokens"):
-        worker.engine.logits = name
+    for name in ("stock", "lean"):
+        worker.engine.lean = name == "lean"
         batch = make_batch(rows, 2, calculate_entropy=True)
         with worker.engine.eval_mode():
             outputs[name] = worker.engine.infer_batch(batch, loss_function=None)["model_output"]
     for key in ("log_probs", "entropy"):
-        for full, lean, row in zip(*(outputs[n][key].unbind() for n in ("all", "policy_tokens")), rows, strict=True):
+        for full, lean, row in zip(*(outputs[n][key].unbind() for n in ("stock", "lean")), rows, strict=True):
             at = torch.tensor(row.mask).bool()
             response = slice(len(row.prompt) - 1, len(row.prompt) + len(row.response) - 1)
             torch.testing.assert_close(lean[response][at], full[response][at], rtol=1e-5, atol=1e-5)
             assert lean[response][~at].eq(0).all()
 
 
-def test_an_empty_context_gives_exactly_zero(worker, logits):
+def test_an_empty_context_gives_exactly_zero(worker, forward):
     rows = grpo_free(random_rows(9, count=4))
     for row in rows:
         row.teacher_prompt, row.source = None, 3  # a source, and the student's own prompt
@@ -182,7 +182,7 @@ def test_shuffled_contexts_give_another_term(worker):
     assert abs(other_loss - loss) > 1e-3
 
 
-def test_observations_carry_no_divergence(worker, logits):
+def test_observations_carry_no_divergence(worker, forward):
     """Masking a turn out takes exactly its tokens' share of the term away."""
     rows = grpo_free(random_rows(11, count=2))
     whole, _, metrics = run(worker, mapd_loss(mode="seq-mean-token-sum"), make_batch(rows, 2))
@@ -220,7 +220,7 @@ def test_padding_rows_change_nothing(worker):
     assert metrics[RAW + "tokens/all"].aggregate() == expected_metrics[RAW + "tokens/all"].aggregate()
 
 
-def test_a_micro_batch_of_padding_alone_goes_through(worker, logits):
+def test_a_micro_batch_of_padding_alone_goes_through(worker, forward):
     padding = Row([7] * 127, [(0, [7])], None, advantage=0.0)
     loss, gradients, _ = run(worker, mapd_loss(), make_batch([*random_rows(14, 1), padding], 1))
     assert loss == loss and all(g.isfinite().all() for g in gradients.values())
