@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import ipaddress
 import os
 import random
@@ -89,6 +90,8 @@ class Teacher:
         self.config = config
         self.prompts = prompts
         self._litellm = _import_litellm()
+        # The root of all of LiteLLM's exceptions, whatever the provider, is in the client that it builds on.
+        self._any_api_error: type[Exception] = importlib.import_module("openai").OpenAIError
         self._options: dict[str, Any] = {
             "model": config.model,
             "timeout": config.timeout,
@@ -163,7 +166,7 @@ class Teacher:
                 return self._read(response, account)
             except UnicodeEncodeError as error:  # half a surrogate pair, from a question or a passage
                 raise TeacherError(f"teacher as {role}: the request cannot be written as UTF-8: {error}") from error
-            except (TimeoutError, self._litellm.exceptions.OpenAIError) as error:
+            except (TimeoutError, self._any_api_error) as error:
                 self._give_up(error, role)
                 if not left:
                     tries = self.config.retries + 1
@@ -192,8 +195,9 @@ class Teacher:
         cost: float | None = None
         if self.config.prices:
             cost = (prompt * self.config.prices[0] + completion * self.config.prices[1]) / 1e6
-        elif self._priced:
-            cost = self._litellm.completion_cost(completion_response=response, model=self.config.model)
+        elif self._priced and usage is not None:
+            # By the name that was asked for: the one in the response is the server's own affair.
+            cost = sum(self._litellm.cost_per_token(model=self.config.model, usage_object=usage))
         account.add(prompt, completion, cost)
         choices = getattr(response, "choices", None) or []
         if not choices:
@@ -207,6 +211,7 @@ class Teacher:
         The zero price serves LiteLLM's own bookkeeping only; ours says that the price is not known.
         """
         entry: dict[str, Any] = {"input_cost_per_token": 0.0, "output_cost_per_token": 0.0, "mode": "chat"}
+        entry |= {"cache_creation_input_token_cost": 0.0, "cache_read_input_token_cost": 0.0}
         provider, _, name = self.config.model.rpartition("/")
         if provider:
             entry |= {"litellm_provider": provider.split("/")[0]}
