@@ -28,16 +28,19 @@ class _Finder(importlib.abc.MetaPathFinder):
         for finder in sys.meta_path:
             spec = finder.find_spec(fullname, path, target) if not isinstance(finder, _Finder) else None
             if spec is not None and spec.loader is not None:
-                execute = spec.loader.exec_module
-
-                def exec_module(module: ModuleType) -> None:
-                    execute(module)
-                    for action in self.actions.pop(fullname, []):
-                        action()
-
-                spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # a loader serves one spec
+                self._follow(spec.loader, fullname)
                 return spec
         return None
+
+    def _follow(self, loader: importlib.abc.Loader, fullname: str) -> None:
+        execute = loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            for action in self.actions.pop(fullname, []):
+                action()
+
+        loader.exec_module = exec_module  # type: ignore[method-assign]  # a loader serves one module
 
 
 def when_imported(module: str, action: Action) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import hydra
 
-from mapd_verl.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, describe
+from mapd_verl.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError, describe
 from mapd_verl.processes import nothing_left_behind
 
 if TYPE_CHECKING:
@@ -26,6 +26,11 @@ class _InThisProcess:
 
     def remote(self) -> _InThisProcess:
         return self
+
+    def options(self, **options: Any) -> _InThisProcess:
+        raise UserError(
+            "global_profiler.tool=nsys profiles the controller as a Ray actor: run python -m verl.trainer.main_ppo"
+        )
 
     @property
     def run(self) -> _Run:
@@ -50,13 +55,13 @@ class _Run:
 def train(config: DictConfig) -> None:
     """Run the training that ``config`` (verl's ``ppo_trainer`` plus the ``mapd`` section) describes.
 
-    Raises ``ValueError`` for verl's old trainer, and whatever verl raises.
+    Raises ``UserError`` for what this entry point does not run, and whatever verl raises.
     """
     from mapd_verl import plugin, verl_seams
 
     plugin.assert_loaded()
     if not config.trainer.use_v1:
-        raise ValueError("trainer.use_v1 must be true: the plugin builds on verl's V1 trainer")
+        raise UserError("trainer.use_v1 must be true: the plugin builds on verl's V1 trainer")
     verl_seams.validate_config(
         config=config,
         use_reference_policy=verl_seams.need_reference_policy(config),

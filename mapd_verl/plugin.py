@@ -59,9 +59,9 @@ def _register_platform() -> None:
     from mapd_verl.verl_seams import PlatformRegistry
 
     if PlatformRegistry.get("cpu") is None:  # a later verl may bring its own
-        from mapd_verl.cpu.platform import PlatformCPU
+        from mapd_verl.cpu.platform import platform_class
 
-        PlatformRegistry.register(platform="cpu")(PlatformCPU)
+        PlatformRegistry.register(platform="cpu")(platform_class())
 
 
 def _repair_process_group() -> None:
@@ -71,14 +71,7 @@ def _repair_process_group() -> None:
 
 
 def _register_engine() -> None:
-    from mapd_verl.verl_seams import EngineRegistry
-
-    known = EngineRegistry._engines["language_model"]
-    missing = [backend for backend in ("fsdp", "fsdp2") if "cpu" not in known.get(backend, {})]
-    if missing:
-        from mapd_verl.cpu.engine import CPUFSDPEngineWithLMHead
-
-        EngineRegistry.register(model_type="language_model", backend=missing, device="cpu")(CPUFSDPEngineWithLMHead)
+    import mapd_verl.cpu.engine  # noqa: F401  it registers itself
 
 
 def _register_replica() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mapd_verl.verl_seams import FSDPEngineWithLMHead
+from mapd_verl.verl_seams import EngineRegistry, FSDPEngineWithLMHead
 
 
 class CPUFSDPEngineWithLMHead(FSDPEngineWithLMHead):
@@ -26,3 +26,15 @@ class CPUFSDPEngineWithLMHead(FSDPEngineWithLMHead):
             return super()._build_fsdp_module(module)
         finally:
             object.__setattr__(config, "forward_only", True)
+
+
+def _register() -> None:
+    engines = EngineRegistry._engines["language_model"]
+    # A later verl may bring a CPU engine of its own.
+    missing = [backend for backend in ("fsdp", "fsdp2") if "cpu" not in engines.get(backend, {})]
+    if missing:
+        EngineRegistry.register(model_type="language_model", backend=missing, device="cpu")(CPUFSDPEngineWithLMHead)
+
+
+# Here and not in the plugin: whoever is imported first, this runs when the class is there.
+_register()

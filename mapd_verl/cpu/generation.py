@@ -26,7 +26,8 @@ from mapd_verl.cpu.slots import SlotTable
 if TYPE_CHECKING:
     from transformers import Qwen3ForCausalLM
 
-#: Tokens of one packed prefill. Above about a thousand the activations leave the cores cache and each token gets dearer.
+#: Tokens of one packed prefill. From about two thousand on, the activations leave the core's cache and each
+#: token gets a quarter dearer.
 MAX_PREFILL_TOKENS = 1024
 
 StopReason = Literal["stop", "length", "aborted"]

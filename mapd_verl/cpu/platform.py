@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
 import torch
-
-from mapd_verl.verl_seams import PlatformBase
 
 
 class _DeviceModule(ModuleType):
@@ -61,8 +60,8 @@ class _DeviceModule(ModuleType):
 _DEVICE_MODULE = _DeviceModule("mapd_verl_torch_cpu")
 
 
-class PlatformCPU(PlatformBase):
-    """What verl asks a platform, answered for the host itself."""
+class HostPlatform:
+    """What verl asks a platform, answered for the host itself. ``platform_class`` makes verl's subclass of it."""
 
     @property
     def device_name(self) -> str:
@@ -137,3 +136,14 @@ class PlatformCPU(PlatformBase):
 
     def cudart(self) -> None:
         return None
+
+
+@lru_cache(maxsize=1)
+def platform_class() -> type:
+    """``HostPlatform`` as a subclass of verl's ``PlatformBase``.
+
+    Made on demand: while verl loads the plugin, this module must be importable without verl, whoever was first.
+    """
+    from mapd_verl.verl_seams import PlatformBase
+
+    return type("PlatformCPU", (HostPlatform, PlatformBase), {"__module__": __name__})

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 
-from mapd_verl.verl_seams import distributed, get_device_name
-
 
 def use_one_gloo_backend() -> None:
     """Make verl's default process group valid on the CPU platform; others are left alone.
@@ -13,6 +11,9 @@ def use_one_gloo_backend() -> None:
     Upstream's bug: it names the backends ``cpu:gloo,<device>:<backend>``, and with device "cpu" torch refuses
     the name that stands there twice.
     """
+    # Imported here: this very module is loaded while verl's is being imported.
+    from mapd_verl.verl_seams import distributed, get_device_name
+
     original = distributed.initialize_global_process_group_ray
     if getattr(original, "_mapd_cpu", False):
         return

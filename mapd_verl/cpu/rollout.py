@@ -78,7 +78,6 @@ class CPUServerAdapter(BaseRollout):
     async def release(self) -> None:
         """Training and rollout share host memory: nothing to give back."""
 
-    @torch.no_grad()
     async def update_weights(
         self,
         weights: Generator[tuple[str, torch.Tensor], None, None],
@@ -97,5 +96,6 @@ class CPUServerAdapter(BaseRollout):
         if self._server is None:
             self._server = ray.get_actor(_server_name(self._replica_rank))
         # Every rank runs the generator (sharded tensors are gathered in it), each feeds its own server.
-        full = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
+        with torch.no_grad():
+            full = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
         await self._server.load_weights.remote(full, global_steps)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: Sampling parameters that we apply, and the values of others that ask for nothing.
 _APPLIED = frozenset({"temperature", "top_p", "top_k", "max_tokens", "max_new_tokens", "stop_token_ids", "seed"})
-_NEUTRAL = {
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1, None),
     "presence_penalty": (0, None),
     "frequency_penalty": (0, None),

@@ -72,10 +72,11 @@ class SlotTable:
             victim = int(candidates[np.lexsort((self._used[candidates], self.length[candidates] > 0))[0]])
             self.length[victim] = 0
             self._swap(victim, target)
-            if cached:
-                source = victim if source == target else source  # the swap may have moved it
+            # What the target itself held has moved to the emptied victim, and its rows are still here.
+            if cached and source != target:
                 self.cache[:, :, target, :cached] = self.cache[:, :, source, :cached]
-                self._touch(source)
+            if cached:
+                self._touch(victim if source == target else source)
         self.tokens[target, : len(ids)] = ids
         self.length[target] = len(ids)
         self.stale[target], self.pending[target] = False, True

@@ -42,8 +42,12 @@ async def test_greedy_equals_transformers_generate_whatever_shares_the_batch(mod
     outputs = await asyncio.gather(*(generator.generate(ids, 20, temperature=0.0) for ids in prompts))
     for ids, out in zip(prompts, outputs, strict=True):
         expected = model.generate(
-            torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=20, do_sample=False,
-            eos_token_id=EOS, pad_token_id=0,
+            torch.tensor([ids]),
+            attention_mask=torch.ones(1, len(ids)),
+            max_new_tokens=20,
+            do_sample=False,
+            eos_token_id=EOS,
+            pad_token_id=0,
         )[0, len(ids) :].tolist()
         assert out.token_ids == expected
         assert out.stop_reason == ("stop" if expected[-1] == EOS else "length")
@@ -165,7 +169,7 @@ async def test_new_weights_take_effect_and_old_keys_are_not_reused(generator):
 async def test_bad_weights_leave_the_old_ones_in_place(model, generator):
     state = dict(make_model(seed=5).state_dict())
     del state["model.norm.weight"]
-    with pytest.raises(ValueError, match="missing weight 'model.norm.weight'"):
+    with pytest.raises(ValueError, match=r"missing weight 'model\.norm\.weight'"):
         await generator.load_weights(state)
     ids = prompt(11)
     out = await generator.generate(ids, 5)

@@ -72,7 +72,7 @@ class Table(RuleBasedStateMachine):
         table = self.table
         slot = data.draw(st.sampled_from(self.kept()))
         count = data.draw(st.integers(3, int(table.length[slot])))
-        prompt = table.tokens[slot, :count].tolist() + [3]
+        prompt = [*table.tokens[slot, :count].tolist(), 3]
         placed = table.place(prompt)
         assert placed.cached >= count  # the best holder is never evicted for it
         self.write(placed.slot, prompt, placed.cached)
