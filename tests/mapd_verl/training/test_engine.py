@@ -99,6 +99,17 @@ def test_both_views_take_the_policys_temperature(worker, folder, forward):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_packed_rows_give_the_same_as_padded_ones(worker, folder, forward, mode):
+    """verl's remove-padding layout, which GPU recipes use: rows laid end to end, told apart by positions."""
+    rows = grpo_free(random_rows(21))
+    rows[2].teacher_prompt = None
+    loss, gradients, _ = run(worker, mapd_loss(mode=mode), make_batch(rows, 2, use_remove_padding=True))
+    expected, expected_gradients = reference(folder, rows, mode)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert_gradients_close(gradients, expected_gradients)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_micro_batches_change_neither_loss_nor_gradient(worker, mode):
     rows = random_rows(5, count=4, with_context=0.6)
     results = [run(worker, mapd_loss(0.3, mode), make_batch(rows, size)) for size in (4, 2, 1)]
