@@ -111,3 +111,36 @@ def test_weight_zero_is_verls_stock_trainer(files, tmp_path):
             assert mine[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-7), key
             assert fewer[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-7), key
     assert not any(key.startswith("distillation/") for step in ours for key in step)
+
+
+def test_the_rollouts_own_log_probs_can_stand_in_for_the_old_ones(files, tmp_path):
+    """``bypass_mode`` saves a forward a step; here rollout and actor are one fp32 model, so the losses are the same."""
+    plain = run(files, tmp_path / "plain", "mapd.objective.weight=0.05")
+    bypass = run(
+        files, tmp_path / "bypass", "mapd.objective.weight=0.05", "algorithm.rollout_correction.bypass_mode=true"
+    )
+    for key in ("actor/loss", "actor/pg_loss", "actor/grad_norm", "distillation/kl"):
+        for one, other in zip(plain, bypass, strict=True):
+            assert other[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6), key
+    assert all(abs(step["actor/ppo_kl"]) < 1e-5 for step in bypass)
+
+
+@pytest.mark.parametrize("context", ["empty", "shuffled", "answer_only"])
+def test_the_controls(files, tmp_path, context):
+    (step,) = run(files, tmp_path / context, f"mapd.privilege.context={context}", steps=1)
+    assert step[f"mapd/source/{context}"] == 1.0
+    rows = [json.loads(line) for line in (tmp_path / context / "rollouts/1.jsonl").open()]
+    if context == "empty":
+        assert step["distillation/kl"] == 0.0
+        assert step["distillation/loss"] == 0.0
+        return
+    assert step["distillation/kl"] > 0
+    protocols = dict(zip(world.QUESTIONS, world.targets(), strict=True))
+    for row in rows:
+        own = protocols[row["question"]]
+        if context == "answer_only":
+            assert f"Answer: {own}" in row["teacher_prompt"] and "Plan: " not in row["teacher_prompt"]
+        else:
+            # Only the first two questions have protocols: each reads the other's.
+            other = world.targets()[1] if row["question"] != world.QUESTIONS[1] else world.targets()[0]
+            assert f"the answer is {other}." in row["teacher_prompt"]
