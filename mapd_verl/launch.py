@@ -20,6 +20,10 @@ CPU_ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
     # Ray hides GPUs from actors that ask for none; here there is none to hide.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray starts workers in advance, one a slot; verl's actors all need an environment of their own, so those
+    # would only cost memory and start-up time.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
     # Several processes share two cores: more threads only fight.
     "OMP_NUM_THREADS": "1",
 }
