@@ -36,9 +36,9 @@ class Prompts:
             raise ValueError(f"prompts {source}: no such folder, and no shipped version ({', '.join(names)})")
         self._texts: dict[str, str] = {}
         for role in ROLES:
-            file = folder.joinpath(f"{role}.md")
+            file = folder.joinpath(f"{role}.j2")
             if not file.is_file():
-                raise ValueError(f"prompts {source}: {role}.md is missing")
+                raise ValueError(f"prompts {source}: {role}.j2 is missing")
             self._texts[role] = file.read_text(encoding="utf-8").strip()
         self._compiled: dict[str, Any] = {}
 
@@ -61,7 +61,7 @@ class Prompts:
                 self._compiled[role] = environment.from_string(self._texts[role])
             return self._compiled[role].render(values)
         except TemplateError as error:
-            raise ValueError(f"prompt {self.name}/{role}.md: {error}") from error
+            raise ValueError(f"prompt {self.name}/{role}.j2: {error}") from error
 
 
 def user_message(inputs: dict[str, Any]) -> str:
