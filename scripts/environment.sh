@@ -29,7 +29,7 @@ stamp() {
 }
 
 pip_install() {
-  "$PYTHON" -m pip install --disable-pip-version-check --no-input -c "$ROOT/constraints.txt" "$@" \
+  "$PYTHON" -m pip install --disable-pip-version-check --no-input --no-compile -c "$ROOT/constraints.txt" "$@" \
     >>"$VENV/install.log" 2>&1 && return 0
   echo "$PROGRAM: pip install $* failed; the end of $VENV/install.log:" >&2
   tail -n 5 "$VENV/install.log" >&2
@@ -55,6 +55,8 @@ install_environment() {
   # torch first and alone: asked for by name with its version, so that no later resolution can pull another build.
   pip_install "torch==$TORCH_VERSION"
   pip_install -e "$ROOT[cpu,retrieval,synthesis,dev]"
+  # pip compiles on one core; this uses all. Some packages ship templates that are no valid Python: not our fault.
+  "$PYTHON" -m compileall -q -j 0 "$VENV/lib" >/dev/null 2>&1 || true
   "$PYTHON" -m pip check >>"$VENV/install.log" 2>&1 || die "the installed packages contradict each other; see $VENV/install.log"
   stamp >"$VENV/.mapd-stamp"
   rm -f "$VENV/.mapd-installing"
