@@ -107,7 +107,7 @@ class MapdTrainer(PPOTrainerSync):
         made: dict[tuple[str, str], list[int]] = {}
         teacher_prompts, numbers = [], []
         self._contexts = {}
-        chosen = choose_contexts(rollouts, self.sources)
+        chosen = _choose_in_order(batch.keys, rollouts, self.sources)
         for i, (name, context) in enumerate(chosen):
             if context is None or not (context.text or context.prompt_ids is not None):
                 ids = prompts[i]
@@ -226,6 +226,23 @@ _FIELDS = [
     "question_id",
     "reward_model",
 ]
+
+
+def _choose_in_order(keys: Sequence[str], rollouts: Sequence[Rollout], sources: Sequence[Source]) -> list:
+    """:func:`choose_contexts` on the rollouts in an order that a rerun repeats; the result is in the given one.
+
+    The queue hands rollouts over as they finished, and groups under random names.
+    """
+
+    def place(i: int) -> tuple[str, int]:
+        # verl's key: {uid}_{session}_{index}; the session counts the rollouts of a question.
+        return rollouts[i].question_id, int(keys[i].rsplit("_", 2)[1])
+
+    order = sorted(range(len(rollouts)), key=place)
+    chosen: list = [None] * len(rollouts)
+    for i, choice in zip(order, choose_contexts([rollouts[i] for i in order], sources), strict=True):
+        chosen[i] = choice
+    return chosen
 
 
 def _column(data: TensorDict, name: str, rows: int) -> list[Any]:

@@ -135,12 +135,13 @@ def test_the_controls(files, tmp_path, context):
         assert step["distillation/loss"] == 0.0
         return
     assert step["distillation/kl"] > 0
-    protocols = dict(zip(world.QUESTIONS, world.targets(), strict=True))
+    answers = dict(zip(world.QUESTIONS, world.targets(), strict=True))
     for row in rows:
-        own = protocols[row["question"]]
+        own = answers[row["question"]]
         if context == "answer_only":
             assert f"Answer: {own}" in row["teacher_prompt"] and "Plan: " not in row["teacher_prompt"]
         else:
-            # Only the first two questions have protocols: each reads the other's.
-            other = world.targets()[1] if row["question"] != world.QUESTIONS[1] else world.targets()[0]
-            assert f"the answer is {other}." in row["teacher_prompt"]
+            # The first two questions have protocols: each reads the other's, the rest either.
+            first, second = world.QUESTIONS[:2]
+            foreign = {first: {second}, second: {first}}.get(row["question"], {first, second})
+            assert any(f"the answer is {answers[question]}." in row["teacher_prompt"] for question in foreign)
