@@ -52,7 +52,13 @@ class Mixture:
         }
     )
     comparison: dict[str, float] = field(
-        default_factory=lambda: {"good": 0.14, "direct": 0.50, "first_hop": 0.20, "whole_question": 0.08, "broken": 0.08}
+        default_factory=lambda: {
+            "good": 0.14,
+            "direct": 0.50,
+            "first_hop": 0.20,
+            "whole_question": 0.08,
+            "broken": 0.08,
+        }
     )
 
     def __post_init__(self) -> None:

@@ -82,9 +82,7 @@ class ExampleStream:
                 return Question(asked, relation, "comparison", (large.display,), city, other)
             if askable(relation, city):
                 answers = (answer_of(relation, city) or "",)
-                return Question(
-                    wording.format(city=city.display), relation, text.TASK_TYPES[relation], answers, city
-                )
+                return Question(wording.format(city=city.display), relation, text.TASK_TYPES[relation], answers, city)
 
     # -- groups ---------------------------------------------------------------------------------
 

@@ -96,7 +96,10 @@ def _templates() -> list[str]:
 
     lines = [w.format(city="", other="") for ws in text.QUESTIONS.values() for w in ws]
     for relation in text.RELATION_NAMES:
-        lines += [text.query(relation, ""), *text.plan(relation if relation in text.TASK_TYPES else "comparison", "", "")]
+        lines += [
+            f"{text.RELATION_NAMES[relation]} of ",
+            *text.plan(relation if relation in text.TASK_TYPES else "comparison", "", ""),
+        ]
     lines += [
         "user assistant Task: single_hop multi_hop comparison Plan: 1. 2. 3. Facts: Findings: Answer:",
         'Doc 1(Title: "A") The city',

@@ -45,7 +45,8 @@ class Namer:
 
 def namer_for(tokenizer, names: list[str]) -> Namer:
     """A Namer over the word pieces of ``tokenizer`` (letters only)."""
-    pieces, starts = [], []
+    pieces: list[str] = []
+    starts: list[str] = []
     for token_id in range(len(tokenizer)):
         piece = tokenizer.decode([token_id])
         if piece.strip().isalpha():

@@ -107,4 +107,3 @@ def _ask(relation: str, own: list[City], rng: random.Random) -> Question | None:
     answer = answer_of(relation, city)
     assert answer is not None  # askable() checked it
     return Question(wording.format(city=city.display), relation, text.TASK_TYPES[relation], (answer,), city)
-

@@ -67,15 +67,18 @@ QUESTIONS: dict[str, tuple[str, ...]] = {
 }
 
 TASK_TYPES = {
-    **{r: "single_hop" for r in CITY_RELATIONS},
-    **{r: "multi_hop" for r in COUNTRY_RELATIONS},
+    **dict.fromkeys(CITY_RELATIONS, "single_hop"),
+    **dict.fromkeys(COUNTRY_RELATIONS, "multi_hop"),
     "comparison": "comparison",
 }
 
 
 def query(relation: str, entity: str) -> str:
-    """The search query for one relation of one entity (a city's or a country's name)."""
-    return f"{RELATION_NAMES[relation]} of {entity}"
+    """The search query for one relation of one entity (a city's or a country's name).
+
+    No passage says "continent": asked for so, BM25 finds the country in 16 of 43 cases, by "country of" in 43.
+    """
+    return f"{RELATION_NAMES['country' if relation == 'continent' else relation]} of {entity}"
 
 
 def plan(relation: str, city: str, other: str | None = None) -> list[str]:
@@ -93,7 +96,7 @@ def fact(relation: str, passage_text: str) -> str | None:
     """The one sentence of a passage body that states ``relation``, verbatim; None if it is not there."""
     marker = {
         "country": r"The city of .+? lies in .+?\.(?= Its time zone)",
-        "continent": r"The country of .+? lies in (?:Africa|Antarctica|Asia|Europe|North America|Oceania|South America)\.",
+        "continent": r"The country of .+? lies in (?:Africa|Antarctica|Asia|Europe|(?:North|South) America|Oceania)\.",
         "timezone": r"Its time zone is .+?\.(?= |$)",
         "population": r"Its population is [\d,]+\.",
         "capital": r"Its capital is .+?\.(?= Its (?:currency|phone)|$)",

@@ -87,7 +87,7 @@ def test_good_solutions_are_read_by_the_agent_and_end_in_the_gold_answer(stream)
         assert parsed.relation == question.relation
 
 
-@pytest.mark.parametrize("name", [x for x in b.BEHAVIOURS])
+@pytest.mark.parametrize("name", list(b.BEHAVIOURS))
 def test_each_behaviour_does_what_its_name_says(stream, places, name):
     rng = random.Random(3)
     for _ in range(100):
