@@ -31,12 +31,18 @@ SKILLED = Mixture(
     comparison={"good": 0.60, "direct": 0.14, "first_hop": 0.10, "whole_question": 0.10, "broken": 0.06},
 )
 
+#: Last, the behaviour: plain questions in the poor mixture, protocols followed.
+BEHAVIOUR = Shares(
+    plain=0.36, other_protocol=0.14, own_protocol=0.42, own_rollout=0.04, copy_drill=0.015, reading_drill=0.02,
+    compare_drill=0.005,
+)  # fmt: skip
+
 #: The shipped student.
 DEFAULT = ColdstartConfig(
     stages=(
         StageConfig(tokens=1_500_000, shares=DRILLS, final_lr=1.0),
-        StageConfig(tokens=24_000_000, mixture=SKILLED, final_lr=0.1),
-        StageConfig(tokens=4_000_000, lr=5e-4, made_up=0.6, final_lr=0.02),
+        StageConfig(tokens=24_000_000, stop=19_400_000, mixture=SKILLED, final_lr=0.1),
+        StageConfig(tokens=4_000_000, lr=6e-4, made_up=0.6, shares=BEHAVIOUR, final_lr=0.02),
     ),
     compile=True,
 )

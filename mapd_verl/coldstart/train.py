@@ -53,6 +53,8 @@ class StageConfig:
     warmup: float = 0.02
     #: The learning rate ends at this share of its peak (cosine).
     final_lr: float = 0.05
+    #: End the stage at this many tokens, on the schedule of ``tokens``.
+    stop: int | None = None
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def train_stage(
     group_loss: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     with (out / "coldstart.jsonl").open("a") as log:
         for batch in batches(iter(stream), config.batch_tokens):
-            if seen >= stage.tokens:
+            if seen >= (stage.tokens if stage.stop is None else stage.stop):
                 break
             lr = learning_rate(stage, seen)
             for group in optimizer.param_groups:
