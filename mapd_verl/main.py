@@ -107,7 +107,11 @@ def main(config: DictConfig) -> None:
             train(config)
     except KeyboardInterrupt:
         print("mapd_verl.main: interrupted", file=sys.stderr)
-        sys.exit(EXIT_INTERRUPTED)
+        # Nothing of ours runs any more. An interpreter that winds down from the middle of anything (an import, a
+        # Ray call) may still crash in a native library's destructors, and the exit code would be the crash's.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_INTERRUPTED)
     except Exception as error:
         # What a Ray actor raised arrives wrapped, with its traceback as the text.
         line = describe(getattr(error, "cause", error))
