@@ -51,7 +51,9 @@ def test_chunks_change_no_value(kind):
     student, teacher = torch.randn(17, 30), torch.randn(17, 30)
     whole = full_vocabulary_divergence(student, teacher, kind, 17)
     for chunk in (1, 4, 100):
-        torch.testing.assert_close(full_vocabulary_divergence(student, teacher, kind, chunk), whole, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(
+            full_vocabulary_divergence(student, teacher, kind, chunk), whole, rtol=1e-6, atol=1e-7
+        )
 
 
 @pytest.mark.parametrize("kind", [ReverseKL(), ForwardKL()])
