@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from mapd_verl.agent.observation import INVALID_ACTION
 from mapd_verl.coldstart import behaviour as b
@@ -19,6 +20,9 @@ from mapd_verl.coldstart.worlds import Namer, Places, passage_of
 from mapd_verl.data.geonames import text
 from mapd_verl.data.geonames.facts import City, Country
 from mapd_verl.data.geonames.questions import COMPARISON_RATIO, RELATION_WEIGHTS, Question, answer_of, askable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 #: A stretch of text and whether the policy is trained on it.
 Segment = tuple[str, bool]
@@ -53,7 +57,17 @@ class Example:
 class ExampleStream:
     """Endless examples, the same for the same seed."""
 
-    def __init__(self, tokenizer, places: Places, namer: Namer, shares: Shares, mixture: b.Mixture, seed: int):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        places: Places,
+        namer: Namer,
+        shares: Shares,
+        mixture: b.Mixture,
+        seed: int,
+        relations: dict[str, int] | None = None,
+    ):
+        self._relations = relations or RELATION_WEIGHTS
         self._tokenizer, self._places, self._namer = tokenizer, places, namer
         self._shares, self._mixture = shares, mixture
         self._rng = random.Random(seed)
@@ -70,7 +84,7 @@ class ExampleStream:
         """One question about training or made-up cities."""
         rng = self._rng
         while True:
-            relation = rng.choices(list(RELATION_WEIGHTS), list(RELATION_WEIGHTS.values()))[0]
+            relation = rng.choices(list(self._relations), list(self._relations.values()))[0]
             city = self._places.city(rng)
             wording = rng.choice(text.QUESTIONS[relation])
             if relation == "comparison":

@@ -51,6 +51,8 @@ class StageConfig:
     shares: Shares = field(default_factory=Shares)
     mixture: Mixture = field(default_factory=Mixture)
     warmup: float = 0.02
+    #: How often each relation is asked; None: as in the questions themselves.
+    relations: dict[str, int] | None = None
     #: The learning rate ends at this share of its peak (cosine).
     final_lr: float = 0.05
     #: End the stage at this many tokens, on the schedule of ``tokens``.
