@@ -62,7 +62,7 @@ setup(
     long_description=(ROOT / "README.md").read_text() if (ROOT / "README.md").exists() else "",
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.11",
     packages=find_packages(include=["mapd_verl", "mapd_verl.*", "retrieval_server*", "protocol_cache*"]),
     package_data={
         "mapd_verl": ["**/*.yaml", "**/*.j2", "**/*.html", "**/*.css", "**/*.jinja", "py.typed"],

@@ -14,12 +14,12 @@ die() { echo "$PROGRAM: error: $*" >&2; exit 2; }
 find_python() {
   local candidate
   for candidate in ${MAPD_PYTHON:-python3.11 python3 python}; do
-    if "$candidate" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null; then
       command -v "$candidate"
       return 0
     fi
   done
-  die "Python 3.11 not found (3.10 to 3.12 will do; name another interpreter with MAPD_PYTHON)"
+  die "Python 3.11 not found (3.12 will do; name another interpreter with MAPD_PYTHON)"
 }
 
 # What the environment depends on. The folder counts too: a virtual environment can't be moved.
