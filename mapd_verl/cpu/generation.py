@@ -311,7 +311,11 @@ class BatchedGenerator:
                 request = self._waiting.popleft()
             if request.future.cancelled():
                 continue
-            placed = self._slots.place(request.prompt)
+            try:
+                placed = self._slots.place(request.prompt)
+            except Exception as error:
+                _fail(request.future, error)  # in neither queue just now, so _fail_all would miss it
+                raise
             if placed is None:
                 postponed.append(request)
                 continue

@@ -46,6 +46,8 @@ class SlotTable:
     def shared_prefix(self, prompt: np.ndarray) -> np.ndarray:
         """For every slot, how many leading tokens of ``prompt`` it holds, ``[S]``."""
         width = min(len(prompt), self.capacity)
+        if width == 0:
+            return np.zeros(self.slots, dtype=np.int64)
         different = self.tokens[:, :width] != prompt[:width]
         first = np.where(different.any(axis=1), different.argmax(axis=1), width)
         return np.where(self.stale, 0, np.minimum(first, self.length))

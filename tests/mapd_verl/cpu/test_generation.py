@@ -78,6 +78,29 @@ async def test_log_probs_stay_right_over_turns_that_reuse_the_cache(model, gener
     assert stats["reused_prompt_tokens"] > 0.5 * stats["prompt_tokens"]
 
 
+async def test_prompts_of_one_token(model, generator):
+    outputs = await asyncio.gather(*(generator.generate([token], 6) for token in (5, 5, 9)))
+    for token, out in zip((5, 5, 9), outputs, strict=True):
+        expected = reference_log_probs(model, [token], out.token_ids, 1.0)
+        torch.testing.assert_close(torch.tensor(out.log_probs), expected, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("part", ["_slots.place", "_slots.append", "_decoder.prefill", "_decoder.decode"])
+async def test_whatever_fails_reaches_every_caller_and_the_next_request_works(generator, monkeypatch, part):
+    owner, _, name = part.partition(".")
+
+    def broken(*_):
+        raise MemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(getattr(generator, owner), name, broken)
+        futures = [generator.generate(prompt(9, i), 50) for i in range(12)]
+        results = await asyncio.wait_for(asyncio.gather(*futures, return_exceptions=True), 30)
+    done = [result for result in results if not isinstance(result, MemoryError)]
+    assert len(done) < 12 and all(out.token_ids[-1] == EOS for out in done)  # ended with their first token
+    assert (await asyncio.wait_for(generator.generate(prompt(9), 5), 30)).token_ids
+
+
 async def test_equal_prompts_share_one_prefill(generator):
     ids = prompt(60)
     await asyncio.gather(*(generator.generate(ids, 3) for _ in range(8)))
