@@ -84,6 +84,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> DictConfig:
         cause = error.__cause__ if isinstance(error, HydraException) and error.__cause__ else error
         raise UserError(f"{path}: {str(cause).strip().splitlines()[0]}") from error
     MapdConfig.from_mapping(config.get("mapd"))
+    check_batches(config)
     return config
 
 
@@ -120,6 +121,33 @@ def check_files(config: DictConfig) -> None:
             if not Path(name).expanduser().exists():
                 raise UserError(f"{key}: no such file: {name}")
     check_model(config)
+
+
+def check_batches(config: DictConfig) -> None:
+    """Batch sizes divide as verl needs them; its own complaint comes after the first rollouts and names no key.
+
+    Raises:
+        UserError: naming the two keys whose values don't go together.
+    """
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    if actor.use_dynamic_bsz:
+        return
+    questions, mini = int(config.data.train_batch_size), int(actor.ppo_mini_batch_size)
+    if questions % mini:
+        raise UserError(f"data.train_batch_size: {questions} is no multiple of actor.ppo_mini_batch_size {mini}")
+    ranks = int(config.trainer.nnodes) * int(config.trainer.n_gpus_per_node)
+    sizes = [("actor.ppo_micro_batch_size_per_gpu", mini, actor.ppo_micro_batch_size_per_gpu)]
+    sizes.append(("rollout.log_prob_micro_batch_size_per_gpu", questions, rollout.log_prob_micro_batch_size_per_gpu))
+    if actor.use_kl_loss:
+        ref = config.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu
+        sizes.append(("ref.log_prob_micro_batch_size_per_gpu", questions, ref))
+    for key, of, micro in sizes:
+        rows, rest = divmod(of * int(rollout.n), ranks)
+        if rest or (micro is not None and rows % int(micro)):
+            raise UserError(
+                f"actor_rollout_ref.{key}: {micro} does not divide the {of} questions x {rollout.n} rollouts "
+                f"of a batch on {ranks} rank{'s' if ranks > 1 else ''}"
+            )
 
 
 def check_model(config: DictConfig) -> None:

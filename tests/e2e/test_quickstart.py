@@ -25,7 +25,7 @@ def run(tmp_path_factory):
 
 
 def command(run: Path) -> list[str]:
-    small = ["data.val_max_samples=8", "data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4"]
+    small = ["data.val_max_samples=8"]
     options = ["--steps", "2", "--test-questions", "16", "--set", *small]
     return [sys.executable, "-m", "mapd_verl.cli", "quickstart", "--run", str(run), *options]
 

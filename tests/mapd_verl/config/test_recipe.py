@@ -138,6 +138,23 @@ def test_missing_files_are_named_with_their_key(tmp_path):
             check_files(load_recipe("laptop/mapd", [*good, f"{key}={value}"]))
 
 
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (["data.train_batch_size=12"], "data.train_batch_size: 12 is no multiple"),
+        (["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=48"], "actor.ppo_micro_batch_size_per_gpu: 48"),
+        (
+            ["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=24"],
+            "rollout.log_prob_micro_batch_size_per_gpu",
+        ),
+        (["trainer.n_gpus_per_node=3"], "on 3 ranks"),
+    ],
+)
+def test_batch_sizes_that_do_not_divide_are_named(overrides, named):
+    with pytest.raises(UserError, match=named):
+        load_recipe("laptop/mapd", overrides)
+
+
 def test_unknown_keys_reports_the_outermost():
     known = {"a": {"b": 1, "free": {}, "none": None}}
     tree = {"a": {"b": 2, "c": {"d": 1}, "free": {"x": 1}, "none": {"y": {"z": 1}}}, "e": {"f": 1}}
