@@ -14,6 +14,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from mapd_verl import processes
+
 TEMPLATE = (
     "{%- for m in messages %}{{- '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
@@ -152,14 +154,9 @@ def start(folder: Path, steps: int, module: str = "mapd_verl.main", log: Path | 
         "WANDB_MODE": "disabled",
         "HF_HUB_OFFLINE": "1",
     }
+    command = [sys.executable, "-m", module, *overrides(folder, steps)]
     with (log or folder / "log").open("wb") as out:
-        return subprocess.Popen(
-            [sys.executable, "-m", module, *overrides(folder, steps)],
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env=env,
-            start_new_session=True,
-        )
+        return processes.start(command, out, env)  # ends with this process, whatever ends it
 
 
 def step_metrics(log: str) -> list[dict[str, float]]:
