@@ -15,7 +15,7 @@ from mapd_verl.objectives import make_objective
 
 from .harness import base_loss, make_batch, make_model_folder, make_worker, random_rows, run
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 
 def rows_of(case: str):
