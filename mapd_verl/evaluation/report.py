@@ -85,7 +85,7 @@ def compare_arms(tables: Sequence[RunTable]) -> list[ArmRow]:
         totals = [t.changes[0] for t in tables if t.run.arm == arm and t.changes]
         after = tuple(change.after.em.mean for change in totals)
         gains = [change.gain.mean for change in totals]
-        rows.append(ArmRow(arm, after, mean_over_seeds(after), mean_over_seeds(gains)))
+        rows.append(ArmRow(arm, after, mean_over_seeds(after, 0.0, 1.0), mean_over_seeds(gains)))
     return rows
 
 

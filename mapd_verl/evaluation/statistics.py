@@ -78,8 +78,8 @@ def paired_difference(before: Sequence[float], after: Sequence[float], samples: 
     return Interval(math.fsum(differences) / n, low, high, n)
 
 
-def mean_over_seeds(values: Sequence[float]) -> Interval:
-    """Mean over runs with a 95% t interval; a single run has no interval, so its bounds are NaN."""
+def mean_over_seeds(values: Sequence[float], least: float = -math.inf, most: float = math.inf) -> Interval:
+    """Mean over runs with a 95% t interval, cut to what the quantity can be; a single run's bounds are NaN."""
     n = len(values)
     if n == 0:
         return Interval(math.nan, math.nan, math.nan, 0)
@@ -88,7 +88,7 @@ def mean_over_seeds(values: Sequence[float]) -> Interval:
         return Interval(mean, math.nan, math.nan, 1)
     deviation = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n - 1))
     half = _student_t95(n - 1) * deviation / math.sqrt(n)
-    return Interval(mean, mean - half, mean + half, n)
+    return Interval(mean, max(mean - half, least), min(mean + half, most), n)
 
 
 # Two-sided 95% quantiles of Student's t; above 30 degrees of freedom the normal quantile with Fisher's

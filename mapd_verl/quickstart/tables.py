@@ -37,7 +37,7 @@ def outcome(before: Path, after: Mapping[Arm, Path]) -> dict[str, Any]:
     for name in dict.fromkeys(run["arm"] for run in runs):
         mine = [run for run in runs if run["arm"] == name]
         arms[name] = {
-            kind: asdict(mean_over_seeds([run["after"][kind]["em"]["mean"] for run in mine]))
+            kind: asdict(mean_over_seeds([run["after"][kind]["em"]["mean"] for run in mine], 0.0, 1.0))
             for kind in mine[0]["after"]
         }
     return {"before": _by_kind(base), "runs": runs, "arms": arms}

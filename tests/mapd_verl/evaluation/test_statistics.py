@@ -77,5 +77,7 @@ def test_seeds():
     three = mean_over_seeds([0.50, 0.60, 0.70])
     assert three.mean == pytest.approx(0.60) and three.high - three.mean == pytest.approx(4.303 * 0.1 / math.sqrt(3))
     assert math.isnan(mean_over_seeds([0.5]).low) and mean_over_seeds([0.5]).mean == 0.5
+    near_one = mean_over_seeds([0.9, 1.0, 0.95], 0.0, 1.0)  # the t interval alone would end at 1.07
+    assert near_one.high == 1.0 and near_one.low == pytest.approx(0.95 - 0.1242, abs=1e-4)
     many = mean_over_seeds([0.0, 1.0] * 50)  # 99 degrees of freedom: t = 1.984
     assert (many.high - 0.5) / math.sqrt(25 / 99 / 100) == pytest.approx(1.984, abs=2e-3)
