@@ -47,6 +47,12 @@ DIGIT_RELATIONS = {
     "comparison": 12,
 }  # fmt: skip
 
+#: More of all of it, with more foreign protocols: reading became perfect (population 19 to 28 of 28).
+READING = Shares(
+    plain=0.24, other_protocol=0.28, own_protocol=0.26, own_rollout=0.02, copy_drill=0.05, reading_drill=0.07,
+    compare_drill=0.08,
+)  # fmt: skip
+
 #: The shipped student.
 DEFAULT = ColdstartConfig(
     stages=(
@@ -54,6 +60,7 @@ DEFAULT = ColdstartConfig(
         StageConfig(tokens=24_000_000, stop=19_400_000, mixture=SKILLED, final_lr=0.1),
         StageConfig(tokens=4_000_000, lr=6e-4, made_up=0.6, shares=BEHAVIOUR, final_lr=0.02),
         StageConfig(tokens=3_200_000, lr=6e-4, shares=DIGITS, relations=DIGIT_RELATIONS, final_lr=0.01),
+        StageConfig(tokens=10_000_000, lr=6e-4, shares=READING, relations=DIGIT_RELATIONS, final_lr=0.01),
     ),
     compile=True,
 )
