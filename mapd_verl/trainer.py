@@ -1,4 +1,4 @@
-"""verl's synchronous V1 trainer with privileged contexts: a subclass, thin on purpose.
+"""verl's V1 trainers with privileged contexts: one mixin before each of verl's modes, thin on purpose.
 
 Between the rewards and the update it chooses each rollout's context (``privilege/``), writes the teacher's
 prompts beside the batch, and afterwards folds what the loss reported into the step's metrics. Everything
@@ -8,7 +8,7 @@ else is verl's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch
@@ -23,9 +23,10 @@ from mapd_verl.objectives import make_objective
 from mapd_verl.plugin import assert_loaded
 from mapd_verl.privilege import SOURCE_IDS, Rollout, Source, choose_contexts, make_source, privileged_prompt_ids
 from mapd_verl.verl_seams import (
+    PPOTrainerColocateAsync,
     PPOTrainerSync,
     Role,
-    keep_trainer_synchronous,
+    keep_trainer_mode,
     marked_timer,
     register_trainer,
     set_poll_interval,
@@ -34,14 +35,21 @@ from mapd_verl.verl_seams import (
 from mapd_verl.views import ragged
 from mapd_verl.worker import MapdActorRolloutRefWorker
 
+if TYPE_CHECKING:
+    _Base = PPOTrainerSync
+else:
+    _Base = object
 
-@register_trainer("mapd_sync")
-class MapdTrainer(PPOTrainerSync):
-    """``trainer.v1.trainer_mode=mapd_sync``.
+
+class MapdSteps(_Base):
+    """What every mode adds to verl's trainer.
 
     Raises:
         UserError: the ``mapd`` section is wrong, or asks for something the rest of the recipe rules out.
     """
+
+    #: verl's own name of the mode that the subclass is built on.
+    mode = "sync"
 
     def __init__(self, config: Any) -> None:
         assert_loaded()
@@ -49,7 +57,7 @@ class MapdTrainer(PPOTrainerSync):
         self.mapd = MapdConfig.from_mapping(section)  # type: ignore[arg-type]  # a mapping, as the schema checks
         self._section = section
         self.objective = make_objective(self.mapd.objective)
-        keep_trainer_synchronous(config)
+        keep_trainer_mode(config, self.mode)
         super().__init__(config)
         set_poll_interval(self, self.mapd.poll_interval)
         self.sources: list[Source] = []
@@ -210,6 +218,19 @@ class MapdTrainer(PPOTrainerSync):
         names = dict.fromkeys(name for row in rows for name in row)
         extra = {name: [row.get(name) for row in rows] for name in names}
         super()._dump_generations(inputs, outputs, gts, scores, extra | reward_extra_infos_dict, dump_path)
+
+
+@register_trainer("mapd_sync")
+class MapdTrainer(MapdSteps, PPOTrainerSync):
+    """``trainer.v1.trainer_mode=mapd_sync``: rollouts and update take turns on the same devices."""
+
+
+@register_trainer("mapd_colocate_async")
+class MapdTrainerColocateAsync(MapdSteps, PPOTrainerColocateAsync):
+    """``trainer.v1.trainer_mode=mapd_colocate_async``: a step takes the groups that are ready; the others' requests
+    are aborted at the update and go on with the new weights."""
+
+    mode = "colocate_async"
 
 
 _FIELDS = [

@@ -31,6 +31,7 @@ SEAMS: dict[str, str] = {
     # Trainer
     "PPOTrainer": "verl.trainer.ppo.v1.trainer_base:PPOTrainer",
     "PPOTrainerSync": "verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync",
+    "PPOTrainerColocateAsync": "verl.trainer.ppo.v1.trainer_colocate_async:PPOTrainerColocateAsync",
     "register_trainer": "verl.trainer.ppo.v1.trainer_base:register_trainer",
     "ReplayBuffer": "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer",
     "Role": "verl.trainer.ppo.utils:Role",
@@ -114,8 +115,8 @@ def unwrap_actor_class(remote_class: Any) -> type:
     return remote_class.__ray_metadata__.modified_class
 
 
-def keep_trainer_synchronous(config: DictConfig) -> None:
-    """Call before ``PPOTrainerSync.__init__`` of a trainer registered under a name of its own.
+def keep_trainer_mode(config: DictConfig, mode: str) -> None:
+    """Call before ``__init__`` of a trainer that is registered under a name of its own; ``mode`` is verl's name.
 
     Upstream's bug: the base trainer compares ``trainer_mode`` with "sync" in six places, so that a
     synchronous trainer of another name silently gets asynchronous settings.
@@ -123,7 +124,7 @@ def keep_trainer_synchronous(config: DictConfig) -> None:
     from omegaconf import open_dict
 
     with open_dict(config):
-        config.trainer.v1.trainer_mode = "sync"
+        config.trainer.v1.trainer_mode = mode
 
 
 def set_poll_interval(trainer: Any, seconds: float) -> None:
