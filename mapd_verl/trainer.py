@@ -36,7 +36,25 @@ from mapd_verl.views import ragged
 from mapd_verl.worker import MapdActorRolloutRefWorker
 
 if TYPE_CHECKING:
-    _Base = PPOTrainerSync
+
+    class _Base:
+        """The part of verl's ``PPOTrainer`` that the mixin stands on."""
+
+        config: Any
+        tokenizer: Any
+        timing_raw: dict
+        role_worker_mapping: dict
+        actor_rollout_wg: Any
+
+        def __init__(self, config: Any) -> None: ...
+        def _init_resource_pool_mgr(self) -> None: ...
+        def on_init_end(self) -> None: ...
+        def _update_actor(self, batch: Any, metrics: dict) -> Any: ...
+        def _log_rollout_data(self, batch: Any, timing_raw: dict, rollout_data_dir: str) -> None: ...
+        def _dump_generations(
+            self, inputs: Any, outputs: Any, gts: Any, scores: Any, reward_extra_infos_dict: dict, dump_path: str
+        ) -> None: ...
+
 else:
     _Base = object
 
