@@ -45,7 +45,7 @@ def broken_rows():
 
 def test_stop_names_the_update_and_leaves_the_batch(engine):
     engine.nan_guard = NanGuardConfig(action="stop")
-    with pytest.raises(UserError, match="loss of update .* is nan on rank 0; batch: "):
+    with pytest.raises(UserError, match=r"loss of update .* is nan on rank 0; batch: "):
         update(engine, broken_rows())
     (file,) = engine.nan_folder.iterdir()
     kept = torch.load(file, weights_only=True)
