@@ -31,6 +31,7 @@ from tensordict import TensorDict
 from mapd_verl import head, views
 from mapd_verl.errors import UserError
 from mapd_verl.loss import DIVERGENCE, MapdLoss
+from mapd_verl.nan_guard import NanGuard
 from mapd_verl.verl_seams import EngineRegistry, get_device_id, get_device_name, tensordict_utils
 
 #: Batch fields that the trainer writes before the update.
@@ -269,6 +270,6 @@ def register_two_view_engine(model_type: str, backend: str) -> str:
     if not hasattr(base, "prepare_model_outputs"):
         raise UserError(f"actor.strategy={backend}: MAPD needs an FSDP engine (fsdp or fsdp2)")
     name = f"mapd_{model_type}"
-    engine = type(f"TwoView{base.__name__}", (TwoViewEngine, base), {})
+    engine = type(f"TwoView{base.__name__}", (NanGuard, TwoViewEngine, base), {})
     EngineRegistry.register(model_type=name, backend=backend, device=get_device_name())(engine)
     return name

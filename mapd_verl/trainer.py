@@ -22,6 +22,7 @@ from mapd_verl.errors import UserError
 from mapd_verl.objectives import make_objective
 from mapd_verl.plugin import assert_loaded
 from mapd_verl.privilege import SOURCE_IDS, Rollout, Source, choose_contexts, make_source, privileged_prompt_ids
+from mapd_verl.trainer_watch import WatchedSteps
 from mapd_verl.verl_seams import (
     PPOTrainerColocateAsync,
     PPOTrainerSync,
@@ -93,7 +94,7 @@ class MapdSteps(_Base):
 
     def on_init_end(self) -> None:
         super().on_init_end()
-        self.actor_rollout_wg.set_mapd(self._section)
+        self.actor_rollout_wg.set_mapd(self._section, str(self.config.trainer.default_local_dir))
         names = dict.fromkeys((self.mapd.privilege.context, self.mapd.privilege.fallback))
         self.sources = [make_source(name, self._decode, self.mapd.privilege.success_score) for name in names]
 
@@ -239,12 +240,12 @@ class MapdSteps(_Base):
 
 
 @register_trainer("mapd_sync")
-class MapdTrainer(MapdSteps, PPOTrainerSync):
+class MapdTrainer(WatchedSteps, MapdSteps, PPOTrainerSync):
     """``trainer.v1.trainer_mode=mapd_sync``: rollouts and update take turns on the same devices."""
 
 
 @register_trainer("mapd_colocate_async")
-class MapdTrainerColocateAsync(MapdSteps, PPOTrainerColocateAsync):
+class MapdTrainerColocateAsync(WatchedSteps, MapdSteps, PPOTrainerColocateAsync):
     """``trainer.v1.trainer_mode=mapd_colocate_async``: a step takes the groups that are ready; the others' requests
     are aborted at the update and go on with the new weights."""
 

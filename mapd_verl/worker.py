@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from mapd_verl.config import MapdConfig
@@ -31,13 +32,30 @@ class MapdActorRolloutRefWorker(ActorRolloutRefWorker):
     ref_worker_cls = MapdTrainingWorker
 
     @register_worker_method(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def set_mapd(self, section: dict[str, Any]) -> None:
-        """Take the recipe's ``mapd`` section (plain containers). With no active objective verl's loss stays."""
+    def set_mapd(self, section: dict[str, Any], run_folder: str) -> None:
+        """Take the recipe's ``mapd`` section (plain containers). With no active objective verl's loss stays.
+
+        Args:
+            run_folder: ``trainer.default_local_dir``.
+        """
         config = MapdConfig.from_mapping(section)
         for worker in (self.actor, self.ref):
             if worker is not None:
                 worker.engine.lean = config.forward == "lean"
+        self.actor.engine.nan_guard = config.nan_guard
+        self.actor.engine.nan_folder = Path(config.nan_guard.folder or Path(run_folder) / "nan")
         objective = make_objective(config.objective)
         self.actor.set_loss_fn(
             MapdLoss(self.loss_fn, objective) if isinstance(objective, AuxiliaryLoss) else self.loss_fn
         )
+
+    @register_worker_method(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_best(self, path: str, global_step: int) -> None:
+        """Save a checkpoint that the rotation of ``max_actor_ckpt_to_keep`` neither counts nor removes.
+
+        Args:
+            path: folder to make.
+        """
+        self.actor.save_checkpoint(path, None, global_step, max_ckpt_to_keep=None)
+        manager = self.actor.engine.checkpoint_manager
+        manager.previous_saved_paths = [saved for saved in manager.previous_saved_paths if saved != path]

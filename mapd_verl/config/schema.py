@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mapd_verl.agent.config import AgentConfig
+from mapd_verl.config.safety import NanGuardConfig, WatchConfig
 from mapd_verl.data.join import MISSING_POLICIES
 from mapd_verl.errors import UserError
 
@@ -119,6 +120,9 @@ class MapdConfig:
     forward: str = "lean"
     """``lean`` leaves out of every forward what no loss reads: logits of prompts and observations, masks of
     padding, most of the padding itself. ``stock`` is verl's own forward. Same losses up to rounding."""
+
+    watch: WatchConfig = field(default_factory=WatchConfig)
+    nan_guard: NanGuardConfig = field(default_factory=NanGuardConfig)
 
     poll_interval: float = 0.05
     """Seconds between two looks at the rollouts that still run (verl's own 2 s is most of a small step)."""

@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def alone():
     """One heavy run at a time on this machine."""
-    with open(Path(os.environ.get("TMPDIR", "/tmp")) / "heavy.lock", "a") as lock:
+    with open(Path(os.environ.get("TMPDIR", "/tmp")) / "mapd-e2e.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

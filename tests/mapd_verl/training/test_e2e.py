@@ -24,7 +24,7 @@ RECIPE = Path(__file__).parents[3] / "recipes/laptop/mapd.yaml"
 @contextmanager
 def alone():
     """One heavy run at a time on this machine."""
-    with (Path(tempfile.gettempdir()) / "heavy.lock").open("a") as lock:
+    with (Path(tempfile.gettempdir()) / "mapd-e2e.lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
