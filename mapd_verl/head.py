@@ -25,7 +25,7 @@ def selected_positions(module: torch.nn.Module, positions: torch.Tensor) -> Iter
         hidden = args[0]
         return (hidden.reshape(-1, hidden.shape[-1])[positions].unsqueeze(0), *args[1:])
 
-    handle = module.get_output_embeddings().register_forward_pre_hook(select)  # type: ignore[operator]
+    handle = module.get_output_embeddings().register_forward_pre_hook(select)
     try:
         yield
     finally:
