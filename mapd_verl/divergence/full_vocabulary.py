@@ -1,94 +1,76 @@
-"""Divergences over the whole vocabulary, exact, in chunks of tokens.
-
-Shapes: ``N`` selected tokens (policy tokens with a privileged context, no others), ``V`` vocabulary.
-
-The whole row of logits is given, not the hidden states: only the selected tokens went through the model's
-head (``engine.py``), so ``[N, V]`` twice is what exists anyway. Projecting chunk by chunk from hidden states
-would remove that too; it needs the head's weight gathered outside the model's forward, which FSDP makes a
-matter of its own.
-
-With ``p = softmax(student)``, ``q = softmax(teacher)`` and logits ``s`` of the student:
+"""Divergences over the whole vocabulary, exact. For the notation see ``base.py``.
 
 * reverse KL, ``KL(p || q) = sum_v p (log p - log q)`` (MAPD, arXiv 2607.24280);
-  gradient in ``s``: ``p * (log p - log q - KL)``.
+  gradient in the logits: ``p * (log p - log q - KL)``.
 * forward KL, ``KL(q || p)``; gradient ``p - q``.
 * generalised JSD with teacher weight ``beta`` (OPSD, arXiv 2601.18734), ``m = beta q + (1-beta) p``:
-  ``beta KL(q || m) + (1-beta) KL(p || m)``; gradient ``(1-beta) p (log p - log m - KL(p || m))``.
+  ``beta KL(q || m) + (1-beta) KL(p || m)``; gradient ``(1-beta) p (log p - log m - KL(p || m))``. Its ends are
+  conventions, not limits: ``beta = 0`` is forward KL, ``beta = 1`` reverse KL (the formula itself gives 0 there).
 """
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 
-
-class Divergence(ABC):
-    """A divergence of two distributions and its gradient in the student's logits."""
-
-    @abstractmethod
-    def value_and_gradient(self, log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per-token value and gradient.
-
-        Args:
-            log_p: student's log-probabilities, ``[n, V]``, float32 or wider.
-            log_q: teacher's, same shape. Both may be overwritten.
-
-        Returns:
-            value in nats, ``[n]``, and its gradient in the student's *logits*, ``[n, V]``.
-        """
-
-
-def _weighted(p: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
-    """``p * log_ratio`` with ``0 * anything = 0``: a masked-out token has p = 0 and an infinite ratio."""
-    return torch.where(p > 0, p * log_ratio, 0.0)
+from mapd_verl.divergence.base import Divergence, Pair, normalise_, rows_at_once, weighted
 
 
 class ReverseKL(Divergence):
     """``KL(student || teacher)``: expectation under the student."""
 
-    def value_and_gradient(self, log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        p = log_p.exp()
-        gradient = _weighted(p, log_p.sub_(log_q))
-        value = gradient.sum(-1)
-        return value, gradient.addcmul_(p, value.unsqueeze(-1), value=-1.0)
+    def summands(self, pair: Pair) -> tuple[torch.Tensor, torch.Tensor, float]:
+        # d phi / d p = log p - log q + 1; the pull leaves the 1 out, so c = -1.
+        summands = weighted(pair.p, pair.log_p.sub_(pair.log_q))
+        return summands, summands, -1.0
 
 
 class ForwardKL(Divergence):
     """``KL(teacher || student)``: expectation under the teacher."""
 
-    def value_and_gradient(self, log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        q = log_q.exp()
-        value = _weighted(q, log_q - log_p).sum(-1)
-        return value, log_p.exp_().sub_(q)
+    def summands(self, pair: Pair) -> tuple[torch.Tensor, torch.Tensor, float]:
+        # d phi / d p = -q / p; with c = 1 the pull is p - q.
+        pulls = pair.p - pair.q
+        return weighted(pair.q, pair.log_q.sub_(pair.log_p)), pulls, 1.0
 
 
 class GeneralisedJSD(Divergence):
     """Jensen-Shannon divergence with weight ``beta`` on the teacher, strictly between 0 and 1.
 
     Raises:
-        ValueError: at the ends; they are :class:`ForwardKL` and :class:`ReverseKL` by convention.
+        ValueError: at the ends; :func:`make_jsd` knows what they stand for.
     """
 
-    def __init__(self, beta: float) -> None:
+    def __init__(self, beta: float, clip: float | None = None) -> None:
+        super().__init__(clip)
         if not 0.0 < beta < 1.0:
             raise ValueError(f"beta must lie strictly between 0 and 1, got {beta}")
         self.beta = beta
 
-    def value_and_gradient(self, log_p: torch.Tensor, log_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        beta = self.beta
-        log_m = torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
-        p, q = log_p.exp(), log_q.exp()
-        gradient = _weighted(p, log_p - log_m)
-        to_student = gradient.sum(-1)
-        to_teacher = _weighted(q, log_q - log_m).sum(-1)
-        gradient.addcmul_(p, to_student.unsqueeze(-1), value=-1.0).mul_(1.0 - beta)
-        return beta * to_teacher + (1.0 - beta) * to_student, gradient
+    def summands(self, pair: Pair) -> tuple[torch.Tensor, torch.Tensor, float]:
+        # log(m / p) and log(m / q) from log(q / p) alone, by the side on which the exponential cannot overflow.
+        log_ratio = pair.log_q.sub_(pair.log_p)
+        below = log_ratio <= 0
+        weight = torch.where(below, self.beta, 1.0 - self.beta).to(log_ratio.dtype)
+        log_m = weight.mul_(torch.expm1(-log_ratio.abs())).log1p_()  # over p where q <= p, over q elsewhere
+        over_p = torch.where(below, log_m, log_m + log_ratio)
+        over_q = torch.where(below, log_m - log_ratio, log_m)
+        pulls = weighted(pair.p, over_p.mul_(self.beta - 1.0))
+        summands = weighted(pair.q, over_q.mul_(-self.beta)).add_(pulls)
+        return summands, pulls, 0.0
 
 
-class _FullVocabulary(torch.autograd.Function):
+def make_jsd(beta: float, clip: float | None = None) -> Divergence:
+    """The generalised JSD for any ``beta`` in ``[0, 1]``, with OPSD's conventions at the ends."""
+    if beta == 0.0:
+        return ForwardKL(clip)
+    if beta == 1.0:
+        return ReverseKL(clip)
+    return GeneralisedJSD(beta, clip)
+
+
+class _FromLogits(torch.autograd.Function):
     """Value forward, the gradient computed with it: nothing of size ``[N, V]`` is computed twice."""
 
     @staticmethod
@@ -98,11 +80,12 @@ class _FullVocabulary(torch.autograd.Function):
         wide = torch.promote_types(student.dtype, torch.float32)
         values = torch.empty(student.shape[0], dtype=wide, device=student.device)
         gradients = torch.empty_like(student) if ctx.needs_input_grad[0] else None
-        for start in range(0, student.shape[0], chunk):
-            part = slice(start, start + chunk)
-            values[part], gradient = divergence.value_and_gradient(
-                torch.log_softmax(student[part].to(wide), -1), torch.log_softmax(teacher[part].to(wide), -1)
-            )
+        step = min(chunk, rows_at_once(student))
+        for start in range(0, student.shape[0], step):
+            part = slice(start, start + step)
+            log_p, p, _ = normalise_(student[part].to(wide, copy=True))
+            log_q, q, _ = normalise_(teacher[part].to(wide, copy=True))
+            values[part], gradient = divergence.value_and_gradient(Pair(log_p, p, log_q, q))
             if gradients is not None:
                 gradients[part] = gradient
         ctx.gradients = gradients
@@ -117,19 +100,20 @@ class _FullVocabulary(torch.autograd.Function):
         return gradients.mul_(upstream.to(gradients.dtype).unsqueeze(-1)), None, None, None
 
 
-def full_vocabulary_divergence(
+def divergence_from_logits(
     student_logits: torch.Tensor, teacher_logits: torch.Tensor, divergence: Divergence, chunk_tokens: int = 1024
 ) -> torch.Tensor:
     """The divergence of each token's two next-token distributions, differentiable in the student only.
 
-    Reductions run in float32 (float64 for float64 input) whatever the logits' type. Bitwise equal logits
-    give exactly 0 and an exactly zero gradient. The result can be differentiated once.
+    For logits that exist anyway (``mapd.forward: stock``); ``chunked_head.py`` starts from hidden states. Reductions
+    run in float32 (float64 for float64 input) whatever the logits' type. Bitwise equal logits give exactly 0 and an
+    exactly zero gradient. The result can be differentiated once.
 
     Args:
         student_logits: ``[N, V]``, temperature already applied.
         teacher_logits: ``[N, V]``; no gradient reaches them (``sg`` of the method).
         divergence: which one.
-        chunk_tokens: tokens handled at once; bounds the float32 temporaries to a few ``[chunk, V]``.
+        chunk_tokens: tokens handled at once, at most; bounds the float32 temporaries to a few ``[chunk, V]``.
 
     Returns:
         nats, ``[N]``, float32 (float64 for float64 input).
@@ -143,4 +127,4 @@ def full_vocabulary_divergence(
         )
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
-    return _FullVocabulary.apply(student_logits, teacher_logits.detach(), divergence, chunk_tokens)
+    return _FromLogits.apply(student_logits, teacher_logits.detach(), divergence, chunk_tokens)

@@ -1,0 +1,79 @@
+"""Divergences over the top of the vocabulary, with everything else as one further entry: the tail bucket.
+
+Trap 2 of the method: without the tail the truncated sums are no divergence. Reverse KL then falls when mass leaves the
+top ``k`` altogether, and forward KL can be negative and gets clamped. With it, both distributions are mapped by the
+same map onto ``k + 1`` entries, so that the result is a divergence again, at most the one over the whole vocabulary
+(data processing inequality).
+
+The head projects the whole vocabulary in any case (the log-probabilities need it), so that top-k saves no projection;
+it is here because published methods are defined by it (SDPO: student, 100; OPCD: student, 256; HDPO: 64).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mapd_verl.divergence.base import Divergence, Pair
+
+TOPK_OF = ("student", "teacher", "union")
+
+
+class TopK(Divergence):
+    """``inner`` over the ``k`` most likely tokens of the student, the teacher, or of either, and the tail.
+
+    Args:
+        inner: the divergence over the ``k + 1`` (union: up to ``2k + 1``) entries; its clip applies to those.
+        k: how many; from the vocabulary's size on it is ``inner`` over the whole vocabulary.
+        of: whose.
+
+    Raises:
+        ValueError: ``k`` below 1, or ``of`` unknown.
+    """
+
+    def __init__(self, inner: Divergence, k: int, of: str = "student") -> None:
+        super().__init__()
+        if k < 1:
+            raise ValueError(f"k must be at least 1, got {k}")
+        if of not in TOPK_OF:
+            raise ValueError(f"top-k of {of!r}: choose from {', '.join(TOPK_OF)}")
+        self.inner, self.k, self.of = inner, k, of
+
+    def summands(self, pair: Pair) -> tuple[torch.Tensor, torch.Tensor, float]:
+        raise NotImplementedError("a top-k divergence has no summand per vocabulary entry")
+
+    def value_and_gradient(self, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
+        index, repeated, in_top = self._top(pair)
+        log_p, p = _buckets(pair.log_p, pair.p, index, repeated, in_top)
+        log_q, q = _buckets(pair.log_q, pair.q, index, repeated, in_top)
+        tail = p[:, -1:].clone()
+        values, gradient = self.inner.value_and_gradient(Pair(log_p, p, log_q, q))
+        # Within the tail p_v / tail stays as it is, whatever the divergence; the sum moves.
+        spread = torch.where(tail > 0, gradient[:, -1:] / tail, 0.0)
+        dense = (pair.p * spread).masked_fill_(in_top, 0.0)
+        return values, dense.scatter_add_(-1, index, gradient[:, :-1])
+
+    def _top(self, pair: Pair) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Indices ``[n, K]``, which of them repeat an earlier one (None: none does), and ``[n, V]`` who is among them."""
+        k = min(self.k, pair.p.shape[-1])
+        in_top = torch.zeros_like(pair.p, dtype=torch.bool)
+        first = (pair.log_q if self.of == "teacher" else pair.log_p).topk(k, sorted=False).indices
+        in_top.scatter_(-1, first, True)
+        if self.of != "union":
+            return first, None, in_top
+        second = pair.log_q.topk(k, sorted=False).indices
+        repeated = torch.cat([torch.zeros_like(first, dtype=torch.bool), in_top.gather(-1, second)], -1)
+        in_top.scatter_(-1, second, True)
+        return torch.cat([first, second], -1), repeated, in_top
+
+
+def _buckets(
+    log_p: torch.Tensor, p: torch.Tensor, index: torch.Tensor, repeated: torch.Tensor | None, in_top: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and probabilities of the top and of the tail, ``[n, K + 1]``; repeated entries have none."""
+    top_log_p, top_p = log_p.gather(-1, index), p.gather(-1, index)
+    if repeated is not None:
+        top_log_p.masked_fill_(repeated, float("-inf"))
+        top_p.masked_fill_(repeated, 0.0)
+    # Summed, not 1 minus the top: a small tail would be all rounding.
+    tail = p.masked_fill(in_top, 0.0).sum(-1, keepdim=True)
+    return torch.cat([top_log_p, tail.log()], -1), torch.cat([top_p, tail], -1)
