@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tensordict import TensorDict
 
-from mapd_verl import views
+from mapd_verl import head, views
 from mapd_verl.errors import UserError
 from mapd_verl.loss import DIVERGENCE, MapdLoss
 from mapd_verl.nan_guard import NanGuard
@@ -123,16 +123,18 @@ class TwoViewEngine(_Base):
         plan = self._plan
         if plan is None:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-        temperature = _temperature(micro_batch, plan.selection.rows)
+        temperature = head.temperature_of(micro_batch, plan.selection.rows)
         if plan.lean:
-            logits = _scaled(_full(output.logits).squeeze(0), temperature)
-            model_output = self._selected_outputs(logits, micro_batch, plan)
+            logits = head.scaled(head.full(output.logits).squeeze(0), temperature)
+            model_output = head.selected_outputs(logits, micro_batch, plan.selection)
         else:
-            logits = _full(output.logits)
-            logits = _scaled(logits.reshape(-1, logits.shape[-1])[plan.positions], temperature)
+            logits = head.full(output.logits)
+            logits = head.scaled(logits.reshape(-1, logits.shape[-1])[plan.positions], temperature)
             model_output = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         if plan.loss is not None:
-            model_output[DIVERGENCE] = self._divergence(logits, micro_batch, plan)
+            model_output[DIVERGENCE] = head.divergence(
+                logits, plan.teacher, micro_batch, plan.selection, plan.loss.objective
+            )
             plan.loss.teacher_seconds = plan.teacher_seconds
         return model_output
 
@@ -199,7 +201,7 @@ class TwoViewEngine(_Base):
                 self._teacher_forward(micro_batch, first, first, torch.zeros_like(first), nothing)
             return None
         logits = self._teacher_forward(micro_batch, view.prompts, view.input_ids, view.position_ids, view.selection)
-        return _scaled(logits, _temperature(micro_batch, view.rows[view.selection.rows])), view.mask
+        return head.scaled(logits, head.temperature_of(micro_batch, view.rows[view.selection.rows])), view.mask
 
     def _teacher_forward(
         self,
@@ -223,7 +225,7 @@ class TwoViewEngine(_Base):
         try:
             with torch.no_grad(), self._autocast(), self._lean_forward(positions, causal_only=self.lean):
                 inputs, _ = self.prepare_model_inputs(batch)
-                return _full(self.module(**inputs, use_cache=False).logits).squeeze(0)
+                return head.full(self.module(**inputs, use_cache=False).logits).squeeze(0)
         finally:
             self.module.train(training)
 
@@ -232,27 +234,15 @@ class TwoViewEngine(_Base):
         dtype = getattr(self, "_autocast_dtype", torch.bfloat16)
         return nullcontext() if dtype == torch.float32 else torch.autocast(device_type=get_device_name(), dtype=dtype)
 
-    # ------------------------------------------------------------------ outputs
-
     @contextmanager
     def _lean_forward(self, positions: torch.Tensor, causal_only: bool = True) -> Iterator[None]:
-        """Within, the model's head sees only ``positions`` of its flattened input: logits are ``[1, N, V]``.
-
-        Args:
-            causal_only: also leave the padding mask out.
-        """
-
-        def select(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-            hidden = args[0]
-            return (hidden.reshape(-1, hidden.shape[-1])[positions].unsqueeze(0), *args[1:])
-
-        handle = self.module.get_output_embeddings().register_forward_pre_hook(select)
+        """Within, the head sees only ``positions``; with ``causal_only`` the padding mask is left out too."""
         self._causal_only = causal_only
         try:
-            yield
+            with head.selected_positions(self.module, positions):
+                yield
         finally:
             self._causal_only = False
-            handle.remove()
 
     def _order_by_length(self, data: TensorDict) -> torch.Tensor | None:
         """Row order for micro-batches of like length; None where verl's own order or balancing is to stay."""
@@ -265,50 +255,6 @@ class TwoViewEngine(_Base):
         if switch("force_group_size", 1) != 1:
             return None
         return torch.argsort(views.lengths_of(data["input_ids"], "input_ids"), stable=True)
-
-    def _selected_outputs(self, logits: torch.Tensor, micro_batch: TensorDict, plan: _Plan) -> dict[str, torch.Tensor]:
-        """verl's ``log_probs`` and ``entropy`` from the logits of the policy tokens; 0 at all other positions."""
-        input_ids = micro_batch["input_ids"]
-        where = views.packed_positions(micro_batch["prompts"], input_ids, plan.selection)
-        logits = logits.float()
-        normaliser = torch.logsumexp(logits, -1)
-        labels = views.take(micro_batch["responses"], plan.selection)
-        log_probs = logits.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - normaliser
-        output = {"log_probs": views.scatter_packed(log_probs, where, input_ids)}
-        if tensordict_utils.get_non_tensor_data(data=micro_batch, key="calculate_entropy", default=False):
-            entropy = normaliser - (torch.softmax(logits, -1) * logits).sum(-1)
-            output["entropy"] = views.scatter_packed(entropy, where, input_ids)
-        return output
-
-    def _divergence(self, logits: torch.Tensor, micro_batch: TensorDict, plan: _Plan) -> torch.Tensor:
-        """``l_t`` where it is predicted, nested like ``input_ids``; 0 for tokens without a teacher."""
-        assert plan.loss is not None
-        input_ids = micro_batch["input_ids"]
-        where = views.packed_positions(micro_batch["prompts"], input_ids, plan.selection)
-        if plan.teacher is None:
-            return views.scatter_packed(logits.new_zeros(0, dtype=torch.float32), where[:0], input_ids)
-        teacher, mask = plan.teacher
-        if not bool(mask.all()):
-            logits, where = logits[mask], where[mask]
-        return views.scatter_packed(plan.loss.objective.token_losses(logits, teacher), where, input_ids)
-
-
-def _full(logits: torch.Tensor) -> torch.Tensor:
-    """Under tensor parallelism logits are sharded on the vocabulary."""
-    return logits.full_tensor() if hasattr(logits, "full_tensor") else logits
-
-
-def _scaled(logits: torch.Tensor, temperature: Any) -> torch.Tensor:
-    """``logits / temperature`` without a copy at temperature 1."""
-    return logits if isinstance(temperature, float) and temperature == 1.0 else logits / temperature
-
-
-def _temperature(micro_batch: TensorDict, rows: torch.Tensor) -> Any:
-    """What the logits of tokens in ``rows`` are divided by: a number, or ``[N, 1]``. As verl clamps it."""
-    temperature = micro_batch["temperature"]
-    if isinstance(temperature, torch.Tensor):
-        return temperature.to(torch.float32)[rows].clamp(min=1e-8).unsqueeze(-1)
-    return max(float(temperature), 1e-8)
 
 
 @lru_cache(maxsize=8)
