@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from mapd_verl import insight
 from mapd_verl.objectives.base import AuxiliaryLoss
 from mapd_verl.verl_seams import AggregationType, Metric, agg_loss, no_padding_2_padding
 
 #: Key of the per-token term in the engine's model output, nested like ``input_ids``.
 DIVERGENCE = "divergence"
+#: What the engine reports beside it, for the charts alone: the teacher's log-probability of the sampled token, and
+#: both views' entropies; nested like ``input_ids``.
+SIGNALS = ("teacher_log_probs", "student_entropy", "teacher_entropy")
 
 #: Raw sums that the micro-batches report; the trainer turns them into means (``metrics.py``).
 RAW = "distillation/raw/"
-#: Turns with a column of their own; later ones share the last.
-MAX_TURNS = 6
-ACTIONS = ("think", "search", "answer")
 
 
 class MapdLoss:
@@ -34,6 +35,7 @@ class MapdLoss:
         self.objective = objective
         #: Set by the engine for the micro-batch at hand.
         self.teacher_seconds = 0.0
+        self.divergence_seconds = 0.0
 
     def __call__(
         self, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: Any = None
@@ -57,25 +59,21 @@ class MapdLoss:
             loss_mat=token_losses, loss_mask=mask, loss_agg_mode=config.loss_agg_mode, **config.global_batch_info
         )
         metrics["distillation/loss"] = Metric(value=term, aggregation=AggregationType.SUM)
-        for name, value in self._raw_sums(token_losses.detach(), mask, data).items():
+        for name, value in self._raw_sums(token_losses.detach(), mask, data, model_output).items():
             metrics[RAW + name] = Metric(value=value, aggregation=AggregationType.SUM)
         return loss + self.objective.weight * term, metrics
 
-    def _raw_sums(self, token_losses: torch.Tensor, mask: torch.Tensor, data: TensorDict) -> dict[str, float]:
-        """Sums and token counts, in all and by turn and action; the same keys for every micro-batch."""
-        has_context = data["privilege_source"].reshape(-1, 1) > 0
-        distilled = mask & has_context
-        groups = {"all": distilled}
-        for field, names in (
-            ("turn_ids", [f"turn_{i}" for i in range(MAX_TURNS)]),
-            ("action_ids", list(ACTIONS)),
-        ):
-            if field not in data:
-                continue
-            ids = data[field].to_padded_tensor(-1)[:, : mask.shape[1]].clamp(max=len(names) - 1)
-            groups |= {name: distilled & (ids == i) for i, name in enumerate(names)}
-        sums = {"policy_tokens": mask.sum().item(), "teacher_seconds": self.teacher_seconds}
-        for name, group in groups.items():
-            sums[f"sum/{name}"] = (token_losses * group).sum().item()
-            sums[f"tokens/{name}"] = group.sum().item()
-        return sums
+    def _raw_sums(
+        self, token_losses: torch.Tensor, mask: torch.Tensor, data: TensorDict, model_output: dict[str, torch.Tensor]
+    ) -> dict[str, float]:
+        """The same keys for every micro-batch."""
+        distilled = mask & (data["privilege_source"].reshape(-1, 1) > 0)
+        width = mask.shape[1]
+        ids = {n: data[n].to_padded_tensor(-1)[:, :width] for n in ("turn_ids", "action_ids") if n in data}
+        if "task_ids" in data:
+            ids["task_ids"] = data["task_ids"].reshape(-1, 1)
+        sums = insight.raw_sums(token_losses, mask, distilled, ids)
+        if SIGNALS[0] in model_output:
+            padded = [no_padding_2_padding(model_output[name].detach(), data) for name in ("log_probs", *SIGNALS)]
+            sums |= insight.signal_sums(distilled, *padded)
+        return sums | {"teacher_seconds": self.teacher_seconds, "divergence_seconds": self.divergence_seconds}

@@ -15,8 +15,10 @@ _RAW = "actor/distillation/raw/"
 def fold_raw_sums(metrics: MutableMapping[str, Any], updates: int) -> None:
     """Turn the loss's sums into means, in place.
 
-    ``distillation/kl`` is the mean divergence (nats) of all distilled tokens, ``distillation/kl/turn_0``
-    and ``distillation/kl/search`` that of a turn or action; a group without tokens has no entry.
+    ``distillation/kl`` is the mean divergence (nats) of all distilled tokens, ``distillation/kl/turn_0``,
+    ``.../search``, ``.../task_multi_hop`` that of a turn, action or task type; a group without tokens has no entry.
+    ``distillation/kl_above/0.1`` is the share of distilled tokens with more than 0.1 nats,
+    ``distillation/log_ratio/*`` mean, standard deviation and histogram (shares) of ``T_t - S_t`` on the sampled token.
 
     Args:
         metrics: the step's metrics after verl's ``_update_actor``.
@@ -30,10 +32,21 @@ def fold_raw_sums(metrics: MutableMapping[str, Any], updates: int) -> None:
         tokens = raw[f"tokens/{name}"]
         if tokens > 0:
             metrics["distillation/kl" if name == "all" else f"distillation/kl/{name}"] = raw[key] / tokens
+    distilled = raw["tokens/all"]
+    if distilled > 0:
+        for key, value in raw.items():
+            if key.startswith("above/"):
+                metrics[f"distillation/kl_above/{key.removeprefix('above/')}"] = value / distilled
+            elif key.startswith("signal/"):
+                metrics[f"distillation/{key.removeprefix('signal/')}"] = value / distilled
+        if "distillation/log_ratio/square" in metrics:
+            square, mean = metrics.pop("distillation/log_ratio/square"), metrics["distillation/log_ratio/mean"]
+            metrics["distillation/log_ratio/std"] = max(square - mean * mean, 0.0) ** 0.5
     if raw["policy_tokens"] > 0:
-        metrics["distillation/token_share"] = raw["tokens/all"] / raw["policy_tokens"]
+        metrics["distillation/token_share"] = distilled / raw["policy_tokens"]
     metrics["distillation/loss"] = metrics.pop("actor/distillation/loss")
-    metrics["timing_s/teacher_forward"] = raw["teacher_seconds"] * updates
+    for name, key in (("teacher_forward", "teacher_seconds"), ("divergence", "divergence_seconds")):
+        metrics[f"timing_s/{name}"] = raw[key] * updates
 
 
 def source_shares(chosen: Sequence[str], names: Iterable[str]) -> dict[str, float]:

@@ -19,6 +19,7 @@ from mapd_verl import metrics as step_metrics
 from mapd_verl.agent.metrics import agent_metrics
 from mapd_verl.config import MapdConfig
 from mapd_verl.errors import UserError
+from mapd_verl.insight import TASKS
 from mapd_verl.objectives import make_objective
 from mapd_verl.plugin import assert_loaded
 from mapd_verl.privilege import SOURCE_IDS, Rollout, Source, choose_contexts, make_source, privileged_prompt_ids
@@ -152,6 +153,7 @@ class MapdSteps(_Base):
                 "teacher_prompt": self.tokenizer.decode(ids) if context is not None else None,
             }
         fields = {"teacher_prompt_ids": ragged(teacher_prompts), "privilege_source": torch.tensor(numbers)}
+        fields["task_ids"] = torch.tensor([_task_id(task) for task in _column(data, "task_type", len(batch))])
         fields |= _trim_padding(data, rollouts)
         batch = tq.kv_batch_put(
             keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(fields, batch_size=len(batch))
@@ -265,6 +267,7 @@ _FIELDS = [
     "protocol",
     "question_id",
     "reward_model",
+    "task_type",
 ]
 
 
@@ -294,6 +297,11 @@ def _column(data: TensorDict, name: str, rows: int) -> list[Any]:
         # The queue hands one-element rows back as a nested tensor.
         return [row.reshape(-1)[0].item() for row in value.unbind()]
     return [getattr(entry, "data", entry) for entry in (value.tolist() if hasattr(value, "tolist") else list(value))]
+
+
+def _task_id(task_type: str | None) -> int:
+    """Its place in ``insight.TASKS``."""
+    return TASKS.index(task_type) if task_type in TASKS else TASKS.index("no_protocol")
 
 
 def _first_target(reward_model: Any) -> str | None:

@@ -1,8 +1,8 @@
 """verl's dataset with each row checked at load and joined with its protocol by question id.
 
 Named by a recipe as ``data.custom_cls.{path: pkg://mapd_verl.data.dataset, name: ProtocolDataset}``. Rows gain
-``question_id`` and ``protocol`` (the rendered text, "" where there is none); the agent loop makes the teacher's
-prompt of it, and the controls (``shuffled``) hand it to another question.
+``question_id``, ``protocol`` (the rendered text, "" where there is none) and ``task_type``; the agent loop makes the
+teacher's prompt of the text, and the controls (``shuffled``) hand it to another question.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProtocolDataset(RLHFDataset):
-    """Adds ``question_id`` and ``protocol`` to verl's rows.
+    """Adds ``question_id``, ``protocol`` and ``task_type`` to verl's rows.
 
     Only training files are joined: nothing privileged comes near a validation question.
 
@@ -60,6 +60,7 @@ class ProtocolDataset(RLHFDataset):
         row = super().__getitem__(item)
         row["question_id"] = read_row(row, f"{self._names()}: row {item + 1}").question_id
         row["protocol"] = self.join.texts.get(row["question_id"], "") if self.join else ""
+        row["task_type"] = self.join.task_types.get(row["question_id"], "") if self.join else ""
         return row
 
     def _checked(self, path: str) -> list[QuestionRow]:

@@ -15,13 +15,14 @@ MISSING_POLICIES = ("fallback", "skip", "error")
 
 @dataclass(frozen=True)
 class Join:
-    """``texts`` holds the rendered protocol of each question that has one, by question id.
+    """``texts`` and ``task_types`` hold the rendered protocol of each question that has one and its task type, by id.
 
     ``passed``, ``rejected`` (the gate refused it), ``failed`` (synthesis gave nothing) and ``missing`` (not in
     the cache) count the distinct questions asked for.
     """
 
     texts: dict[str, str]
+    task_types: dict[str, str]
     passed: int
     rejected: int
     failed: int
@@ -49,6 +50,7 @@ def join_protocols(path: str | Path, question_ids: Sequence[str], template: str 
     with ProtocolStore(path, readonly=True) as store:
         records = store.get_many(ids)
     texts: dict[str, str] = {}
+    task_types: dict[str, str] = {}
     counts = {"passed": 0, "rejected": 0, "failed": 0}
     for qid, record in records.items():
         if record.provenance.schema_version != SCHEMA_VERSION:
@@ -58,8 +60,9 @@ def join_protocols(path: str | Path, question_ids: Sequence[str], template: str 
             )
         counts[record.status] += 1
         if record.protocol is not None:
+            task_types[qid] = record.protocol["task_type"]
             try:
                 texts[qid] = render(record.protocol, template)
             except ValueError as error:
                 raise UserError(str(error)) from error
-    return Join(texts, **counts, missing=len(ids) - len(records))
+    return Join(texts, task_types, **counts, missing=len(ids) - len(records))

@@ -12,7 +12,13 @@ def test_sums_become_means_of_tokens_and_seconds_a_total():
         "sum/turn_1": 0.0,
         "tokens/turn_1": 0.0,
         "policy_tokens": 40.0,
+        "above/0.1": 3.0,
+        "signal/log_ratio/mean": 15.0,
+        "signal/log_ratio/square": 30.0,
+        "signal/log_ratio/above_5": 6.0,
+        "signal/entropy/teacher": 60.0,
         "teacher_seconds": 0.5,
+        "divergence_seconds": 0.25,
     }
     metrics = {f"actor/distillation/raw/{k}": v for k, v in raw.items()} | {
         "actor/distillation/loss": 0.15,
@@ -25,7 +31,13 @@ def test_sums_become_means_of_tokens_and_seconds_a_total():
         "distillation/kl": pytest.approx(0.2),
         "distillation/kl/turn_0": pytest.approx(0.4),
         "distillation/token_share": 0.75,
+        "distillation/kl_above/0.1": pytest.approx(0.1),
+        "distillation/log_ratio/mean": 0.5,
+        "distillation/log_ratio/std": pytest.approx(0.75**0.5),
+        "distillation/log_ratio/above_5": 0.2,
+        "distillation/entropy/teacher": 2.0,
         "timing_s/teacher_forward": 2.0,
+        "timing_s/divergence": 1.0,
     }
 
 

@@ -103,6 +103,7 @@ def test_mapd_learns_from_protocols_and_own_rollouts(files, tmp_path):
         assert step["mapd/source/own_rollout"] + step["mapd/source/none"] == pytest.approx(0.5)
         assert step["distillation/kl"] > 0
         assert step["timing_s/teacher_forward"] > 0
+        assert step["distillation/kl/task_single_hop"] > 0
         assert 0 < step["distillation/token_share"] <= 1
         assert step["agent/searches"] > 0
         assert math.isfinite(step["actor/loss"])
