@@ -1,11 +1,33 @@
-"""The maths of comparing two next-token distributions, token by token. Knows only logits."""
+"""The maths of comparing two next-token distributions, token by token. Knows logits, hidden states and heads."""
 
+from mapd_verl.divergence.base import Distribution, Divergence, Pair
+from mapd_verl.divergence.chunked_head import Head, TeacherStates, TokenStatistics, head_pass
 from mapd_verl.divergence.full_vocabulary import (
-    Divergence,
     ForwardKL,
     GeneralisedJSD,
     ReverseKL,
-    full_vocabulary_divergence,
+    divergence_from_logits,
+    make_jsd,
 )
+from mapd_verl.divergence.sampled import REFUSED, SAMPLED, sampled_estimator
+from mapd_verl.divergence.topk import TOPK_OF, TopK
 
-__all__ = ["Divergence", "ForwardKL", "GeneralisedJSD", "ReverseKL", "full_vocabulary_divergence"]
+__all__ = [
+    "REFUSED",
+    "SAMPLED",
+    "TOPK_OF",
+    "Distribution",
+    "Divergence",
+    "ForwardKL",
+    "GeneralisedJSD",
+    "Head",
+    "Pair",
+    "ReverseKL",
+    "TeacherStates",
+    "TokenStatistics",
+    "TopK",
+    "divergence_from_logits",
+    "head_pass",
+    "make_jsd",
+    "sampled_estimator",
+]

@@ -18,16 +18,36 @@ import torch
 
 
 @dataclass
-class Pair:
-    """Two distributions of each token, ``[n, V]`` each, float32 or wider.
+class Distribution:
+    """Of each token, over the vocabulary or buckets of it.
 
-    A divergence may overwrite all but ``p``.
+    Attributes:
+        log: log-probabilities, ``[n, V]``, float32 or wider.
+        p: probabilities, ``[n, V]``.
+        residual: what rounding the normaliser's logarithm left of it, ``[n]``: the true log-probabilities are
+            ``log - residual``. All of a row share that error, so that it does not average out of a KL: where the KL is
+            0.01, it is 2e-5 of it.
     """
 
-    log_p: torch.Tensor
+    log: torch.Tensor
     p: torch.Tensor
-    log_q: torch.Tensor
-    q: torch.Tensor
+    residual: torch.Tensor
+
+    def log_prob(self, labels: torch.Tensor) -> torch.Tensor:
+        """Of ``labels`` (``[n, 1]``), ``[n]``."""
+        return self.log.gather(-1, labels).squeeze(-1) - self.residual
+
+    def entropy(self) -> torch.Tensor:
+        """Nats, ``[n]``."""
+        return self.residual - weighted(self.p, self.log.clone()).sum(-1)
+
+
+@dataclass
+class Pair:
+    """The student's and the teacher's. A divergence may overwrite all of it but ``student.p``."""
+
+    student: Distribution
+    teacher: Distribution
 
 
 class Divergence(ABC):
@@ -47,20 +67,22 @@ class Divergence(ABC):
 
     @abstractmethod
     def summands(self, pair: Pair) -> tuple[torch.Tensor, torch.Tensor, float]:
-        """Summands ``phi``, pulls ``w`` (new tensors or overwritten inputs, ``[n, V]``) and the pulls' constant ``c``."""
+        """Summands ``phi`` and pulls ``w`` (``[n, V]``, new or in an input's place), and the pulls' constant ``c``."""
+
+    def corrected(self, values: torch.Tensor, pair: Pair) -> torch.Tensor:
+        """The values less what the residuals did to them, where that is of first order."""
+        return values
 
     def value_and_gradient(self, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
         """Values in nats, ``[n]``, and their gradient in the student's *logits*, ``[n, V]``."""
         summands, pulls, constant = self.summands(pair)
         if self.clip is not None:
             over = summands > self.clip
-            if pulls is summands:
-                pulls = pulls.clone()
-            pulls = torch.where(over, constant * pair.p, pulls)
+            pulls = torch.where(over, constant * pair.student.p, pulls)
             summands = summands.clamp(max=self.clip)
         values = summands.sum(-1)
         total = values if pulls is summands else pulls.sum(-1)
-        return values, pulls.addcmul_(pair.p, total.unsqueeze(-1), value=-1.0)
+        return self.corrected(values, pair), pulls.addcmul_(pair.student.p, total.unsqueeze(-1), value=-1.0)
 
 
 def weighted(p: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
@@ -69,20 +91,22 @@ def weighted(p: torch.Tensor, log_ratio: torch.Tensor) -> torch.Tensor:
     return log_ratio.mul_(p).masked_fill_(p == 0, 0.0)
 
 
-def normalise_(logits: torch.Tensor, p: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities in the place of ``logits`` (``[n, V]``), probabilities (into ``p`` if given), and ``[n]``
-    the logarithm of the normaliser.
+def normalise_(logits: torch.Tensor, p: torch.Tensor | None = None) -> tuple[Distribution, torch.Tensor]:
+    """The distribution of ``logits`` (``[n, V]``), and the logarithm of their normaliser, ``[n]``.
 
+    Log-probabilities take the logits' place, probabilities that of ``p`` if given. The normaliser is summed in float64.
     Equal logits in equal memory layout give equal bits.
     """
     top = logits.amax(-1, keepdim=True)
     logits.sub_(top)
     p = torch.exp(logits, out=p)
-    mass = p.sum(-1, keepdim=True)
-    p.mul_(mass.reciprocal())
-    log_mass = mass.log_()
-    logits.sub_(log_mass)
-    return logits, p, log_mass.add_(top).squeeze(-1)
+    mass = p.sum(-1, keepdim=True, dtype=torch.float64)
+    p.mul_(mass.reciprocal().to(p.dtype))
+    exact = mass.log_()
+    rounded = exact.to(p.dtype, copy=True)
+    logits.sub_(rounded)
+    residual = exact.sub_(rounded).to(p.dtype)
+    return Distribution(logits, p, residual.squeeze(-1)), rounded.add_(top).squeeze(-1)
 
 
 def rows_at_once(logits: torch.Tensor) -> int:

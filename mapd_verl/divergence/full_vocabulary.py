@@ -22,8 +22,11 @@ class ReverseKL(Divergence):
 
     def summands(self, pair: Pair) -> tuple[torch.Tensor, torch.Tensor, float]:
         # d phi / d p = log p - log q + 1; the pull leaves the 1 out, so c = -1.
-        summands = weighted(pair.p, pair.log_p.sub_(pair.log_q))
+        summands = weighted(pair.student.p, pair.student.log.sub_(pair.teacher.log))
         return summands, summands, -1.0
+
+    def corrected(self, values: torch.Tensor, pair: Pair) -> torch.Tensor:
+        return values - (pair.student.residual - pair.teacher.residual)
 
 
 class ForwardKL(Divergence):
@@ -31,8 +34,11 @@ class ForwardKL(Divergence):
 
     def summands(self, pair: Pair) -> tuple[torch.Tensor, torch.Tensor, float]:
         # d phi / d p = -q / p; with c = 1 the pull is p - q.
-        pulls = pair.p - pair.q
-        return weighted(pair.q, pair.log_q.sub_(pair.log_p)), pulls, 1.0
+        pulls = pair.student.p - pair.teacher.p
+        return weighted(pair.teacher.p, pair.teacher.log.sub_(pair.student.log)), pulls, 1.0
+
+    def corrected(self, values: torch.Tensor, pair: Pair) -> torch.Tensor:
+        return values + (pair.student.residual - pair.teacher.residual)
 
 
 class GeneralisedJSD(Divergence):
@@ -50,14 +56,14 @@ class GeneralisedJSD(Divergence):
 
     def summands(self, pair: Pair) -> tuple[torch.Tensor, torch.Tensor, float]:
         # log(m / p) and log(m / q) from log(q / p) alone, by the side on which the exponential cannot overflow.
-        log_ratio = pair.log_q.sub_(pair.log_p)
+        log_ratio = pair.teacher.log.sub_(pair.student.log)
         below = log_ratio <= 0
         weight = torch.where(below, self.beta, 1.0 - self.beta).to(log_ratio.dtype)
         log_m = weight.mul_(torch.expm1(-log_ratio.abs())).log1p_()  # over p where q <= p, over q elsewhere
         over_p = torch.where(below, log_m, log_m + log_ratio)
         over_q = torch.where(below, log_m - log_ratio, log_m)
-        pulls = weighted(pair.p, over_p.mul_(self.beta - 1.0))
-        summands = weighted(pair.q, over_q.mul_(-self.beta)).add_(pulls)
+        pulls = weighted(pair.student.p, over_p.mul_(self.beta - 1.0))
+        summands = weighted(pair.teacher.p, over_q.mul_(-self.beta)).add_(pulls)
         return summands, pulls, 0.0
 
 
@@ -83,9 +89,8 @@ class _FromLogits(torch.autograd.Function):
         step = min(chunk, rows_at_once(student))
         for start in range(0, student.shape[0], step):
             part = slice(start, start + step)
-            log_p, p, _ = normalise_(student[part].to(wide, copy=True))
-            log_q, q, _ = normalise_(teacher[part].to(wide, copy=True))
-            values[part], gradient = divergence.value_and_gradient(Pair(log_p, p, log_q, q))
+            pair = Pair(*(normalise_(logits[part].to(wide, copy=True))[0] for logits in (student, teacher)))
+            values[part], gradient = divergence.value_and_gradient(pair)
             if gradients is not None:
                 gradients[part] = gradient
         ctx.gradients = gradients

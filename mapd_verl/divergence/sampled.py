@@ -1,8 +1,8 @@
 """Reverse KL from the sampled token alone: estimators whose expected gradient is right, and those refused.
 
 ``S`` is the student's log-probability of the sampled token, ``T`` the teacher's, ``S_old`` that of the policy that
-sampled it; ``d = S - T``; ``r = exp(S - S_old)``; ``sg`` stops the gradient. Samples come from ``exp(S_old)``. The target
-is the gradient of ``KL(student || teacher)``, which is ``E_student[d * grad S]``.
+sampled it; ``d = S - T``; ``r = exp(S - S_old)``; ``sg`` stops the gradient. Samples come from ``exp(S_old)``. The
+target is the gradient of ``KL(student || teacher)``, which is ``E_student[d * grad S]``.
 
 Weighted by ``r`` with its gradient, ``E_old[r f(d)] = E_student[f(d)]`` holds as functions of the parameters, so its
 gradient is that of ``E_student[f(d)]``: right for each ``f`` whose mean is the reverse KL (k1, k3) and for no other.
@@ -51,8 +51,8 @@ SAMPLED: dict[str, Estimator] = {"score": score, "k1_weighted": k1_weighted, "k2
 #: What it may not, and why. The gradients that the reasons name are checked beside the right ones.
 REFUSED: dict[str, str] = {
     "k1": "differentiating d itself gives grad S, whose mean under the policy is 0: it trains nothing",
-    "k3": "differentiating exp(-d) - 1 + d without the weight gives (1 - exp(-d)) grad S, whose mean is the gradient of "
-    "the forward KL(teacher || student)",
+    "k3": "differentiating exp(-d) - 1 + d without the weight gives (1 - exp(-d)) grad S, whose mean is the gradient "
+    "of the forward KL(teacher || student)",
     "k2_weighted": "r * d^2 / 2 with the weight's gradient follows the mean of d^2 / 2, which is not the reverse KL",
     "abs": "|d| gives sign(d) grad S, which weighs a small difference like a large one: not the reverse KL",
 }

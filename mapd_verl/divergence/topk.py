@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 
-from mapd_verl.divergence.base import Divergence, Pair
+from mapd_verl.divergence.base import Distribution, Divergence, Pair
 
 TOPK_OF = ("student", "teacher", "union")
 
@@ -43,37 +43,38 @@ class TopK(Divergence):
 
     def value_and_gradient(self, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
         index, repeated, in_top = self._top(pair)
-        log_p, p = _buckets(pair.log_p, pair.p, index, repeated, in_top)
-        log_q, q = _buckets(pair.log_q, pair.q, index, repeated, in_top)
-        tail = p[:, -1:].clone()
-        values, gradient = self.inner.value_and_gradient(Pair(log_p, p, log_q, q))
+        student = _buckets(pair.student, index, repeated, in_top)
+        tail = student.p[:, -1:].clone()
+        teacher = _buckets(pair.teacher, index, repeated, in_top)
+        values, gradient = self.inner.value_and_gradient(Pair(student, teacher))
         # Within the tail p_v / tail stays as it is, whatever the divergence; the sum moves.
         spread = torch.where(tail > 0, gradient[:, -1:] / tail, 0.0)
-        dense = (pair.p * spread).masked_fill_(in_top, 0.0)
+        dense = (pair.student.p * spread).masked_fill_(in_top, 0.0)
         return values, dense.scatter_add_(-1, index, gradient[:, :-1])
 
     def _top(self, pair: Pair) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Indices ``[n, K]``, which of them repeat an earlier one (None: none does), and ``[n, V]`` who is among them."""
-        k = min(self.k, pair.p.shape[-1])
-        in_top = torch.zeros_like(pair.p, dtype=torch.bool)
-        first = (pair.log_q if self.of == "teacher" else pair.log_p).topk(k, sorted=False).indices
+        """Indices ``[n, K]``, which of them repeat an earlier one (None: none), and ``[n, V]`` who is among them."""
+        p, log_p, log_q = pair.student.p, pair.student.log, pair.teacher.log
+        k = min(self.k, p.shape[-1])
+        in_top = torch.zeros_like(p, dtype=torch.bool)
+        first = (log_q if self.of == "teacher" else log_p).topk(k, sorted=False).indices
         in_top.scatter_(-1, first, True)
         if self.of != "union":
             return first, None, in_top
-        second = pair.log_q.topk(k, sorted=False).indices
+        second = log_q.topk(k, sorted=False).indices
         repeated = torch.cat([torch.zeros_like(first, dtype=torch.bool), in_top.gather(-1, second)], -1)
         in_top.scatter_(-1, second, True)
         return torch.cat([first, second], -1), repeated, in_top
 
 
 def _buckets(
-    log_p: torch.Tensor, p: torch.Tensor, index: torch.Tensor, repeated: torch.Tensor | None, in_top: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities and probabilities of the top and of the tail, ``[n, K + 1]``; repeated entries have none."""
-    top_log_p, top_p = log_p.gather(-1, index), p.gather(-1, index)
+    whole: Distribution, index: torch.Tensor, repeated: torch.Tensor | None, in_top: torch.Tensor
+) -> Distribution:
+    """The top and the tail, ``[n, K + 1]``; repeated entries have no probability."""
+    # The tail is summed, not 1 minus the top (a small tail would be all rounding), and its logarithm has no residual.
+    log, p = whole.log.gather(-1, index).sub_(whole.residual.unsqueeze(-1)), whole.p.gather(-1, index)
     if repeated is not None:
-        top_log_p.masked_fill_(repeated, float("-inf"))
-        top_p.masked_fill_(repeated, 0.0)
-    # Summed, not 1 minus the top: a small tail would be all rounding.
-    tail = p.masked_fill(in_top, 0.0).sum(-1, keepdim=True)
-    return torch.cat([top_log_p, tail.log()], -1), torch.cat([top_p, tail], -1)
+        log.masked_fill_(repeated, float("-inf"))
+        p.masked_fill_(repeated, 0.0)
+    tail = whole.p.masked_fill(in_top, 0.0).sum(-1, keepdim=True)
+    return Distribution(torch.cat([log, tail.log()], -1), torch.cat([p, tail], -1), torch.zeros_like(whole.residual))

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from mapd_verl.config import ObjectiveConfig
-from mapd_verl.divergence import Divergence, full_vocabulary_divergence
+from mapd_verl.divergence import Divergence, divergence_from_logits
 
 
 class Objective(ABC):
@@ -46,6 +46,6 @@ class AuxiliaryLoss(Objective):
 
     def token_losses(self, student_logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
         """``l_t`` in nats, ``[N]``, from two ``[N, V]`` tensors; differentiable in the student's."""
-        return full_vocabulary_divergence(
+        return divergence_from_logits(
             student_logits, teacher_logits, self.divergence(), chunk_tokens=self.config.chunk_tokens
         )
