@@ -93,10 +93,7 @@ def _register_adapter() -> None:
 
 
 def _register_checkpoint_engine() -> None:
-    from mapd_verl.cpu.weights import NAME, RayCheckpointEngine
-    from mapd_verl.verl_seams import CheckpointEngineRegistry
-
-    CheckpointEngineRegistry.register(NAME)(RayCheckpointEngine)
+    import mapd_verl.cpu.weights  # noqa: F401  its decorator registers it
 
 
 def _register_trainer() -> None:

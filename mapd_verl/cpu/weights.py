@@ -7,40 +7,17 @@ receiver takes it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import ray
 import torch
 
-from mapd_verl.verl_seams import CheckpointEngine
+from mapd_verl.cpu.mailbox import Mailbox
+from mapd_verl.verl_seams import CheckpointEngine, CheckpointEngineRegistry
 
 NAME = "mapd_cpu"
 _MAILBOX = "mapd_cpu_weights"
-
-
-class Mailbox:
-    """Holds one set of weights until it is cleared; a Ray actor."""
-
-    def __init__(self) -> None:
-        self._arrived = asyncio.Event()
-        self._weights: Any = None
-
-    async def put(self, weights: list[Any]) -> None:
-        """``weights`` is a one-element list with the object's reference: Ray would fetch a bare one."""
-        self._weights = weights
-        self._arrived.set()
-
-    async def get(self) -> list[Any]:
-        """Waits for :meth:`put`."""
-        await self._arrived.wait()
-        return self._weights
-
-    async def clear(self) -> None:
-        """Forget the weights; the next :meth:`get` waits for the next :meth:`put`."""
-        self._arrived.clear()
-        self._weights = None
 
 
 def _mailbox() -> Any:
@@ -48,6 +25,7 @@ def _mailbox() -> Any:
     return ray.remote(Mailbox).options(**options).remote()
 
 
+@CheckpointEngineRegistry.register(NAME)
 class RayCheckpointEngine(CheckpointEngine):
     """verl makes one in each actor rank and each rollout worker, and calls them in this order."""
 
@@ -58,7 +36,8 @@ class RayCheckpointEngine(CheckpointEngine):
 
     def prepare(self) -> dict[str, Any]:
         """Nothing to tell the others."""
-        self._mail = _mailbox()
+        # The actor ends with the first handle to it, so that one is kept.
+        self._mail = self._mail or _mailbox()
         return {}
 
     @classmethod

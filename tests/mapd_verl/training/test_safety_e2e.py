@@ -70,7 +70,6 @@ MODES = {
     # that verl takes and restores its snapshot of the rollouts' policy.
     "mapd_separate_async": (
         "ray_kwargs.ray_init.num_gpus=2",
-        "actor_rollout_ref.hybrid_engine=false",
         "actor_rollout_ref.rollout.nnodes=1",
         "actor_rollout_ref.rollout.n_gpus_per_node=1",
         "actor_rollout_ref.rollout.checkpoint_engine.backend=mapd_cpu",
