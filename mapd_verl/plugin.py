@@ -42,6 +42,7 @@ def register() -> None:
     when_imported("verl.workers.engine", _register_engine)
     when_imported("verl.workers.rollout.replica", _register_replica)
     when_imported("verl.workers.rollout.base", _register_adapter)
+    when_imported("verl.checkpoint_engine.base", _register_checkpoint_engine)
     when_imported("verl.trainer.ppo.v1", _register_trainer)
     when_imported("verl.experimental.agent_loop.agent_loop", _register_agent_loop)
     _loaded = True
@@ -89,6 +90,10 @@ def _register_adapter() -> None:
     from mapd_verl.verl_seams import ROLLOUT_ADAPTERS
 
     ROLLOUT_ADAPTERS["mapd_cpu", "async"] = "mapd_verl.cpu.rollout.CPUServerAdapter"
+
+
+def _register_checkpoint_engine() -> None:
+    import mapd_verl.cpu.weights  # noqa: F401  its decorator registers it
 
 
 def _register_trainer() -> None:

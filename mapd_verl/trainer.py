@@ -26,6 +26,7 @@ from mapd_verl.privilege import SOURCE_IDS, Rollout, Source, choose_contexts, ma
 from mapd_verl.trainer_watch import WatchedSteps
 from mapd_verl.verl_seams import (
     PPOTrainerColocateAsync,
+    PPOTrainerSeparateAsync,
     PPOTrainerSync,
     Role,
     keep_trainer_mode,
@@ -35,7 +36,7 @@ from mapd_verl.verl_seams import (
     tq,
 )
 from mapd_verl.views import ragged
-from mapd_verl.worker import MapdActorRolloutRefWorker
+from mapd_verl.worker import MapdActorRolloutRefWorker, MapdDetachActorWorker
 
 if TYPE_CHECKING:
 
@@ -70,6 +71,7 @@ class MapdSteps(_Base):
 
     #: verl's own name of the mode that the subclass is built on.
     mode = "sync"
+    worker: type = MapdActorRolloutRefWorker
 
     def __init__(self, config: Any) -> None:
         assert_loaded()
@@ -91,7 +93,7 @@ class MapdSteps(_Base):
         super()._init_resource_pool_mgr()
         for role in (Role.Actor, Role.ActorRollout, Role.ActorRolloutRef, Role.RefPolicy):
             if role in self.role_worker_mapping:
-                self.role_worker_mapping[role] = ray.remote(MapdActorRolloutRefWorker)
+                self.role_worker_mapping[role] = ray.remote(self.worker)
 
     def on_init_end(self) -> None:
         super().on_init_end()
@@ -252,6 +254,14 @@ class MapdTrainerColocateAsync(WatchedSteps, MapdSteps, PPOTrainerColocateAsync)
     are aborted at the update and go on with the new weights."""
 
     mode = "colocate_async"
+
+
+@register_trainer("mapd_separate_async")
+class MapdTrainerSeparateAsync(WatchedSteps, MapdSteps, PPOTrainerSeparateAsync):
+    """``trainer.v1.trainer_mode=mapd_separate_async``: rollouts on devices of their own, beside the update."""
+
+    mode = "separate_async"
+    worker = MapdDetachActorWorker
 
 
 _FIELDS = [

@@ -32,6 +32,7 @@ SEAMS: dict[str, str] = {
     "PPOTrainer": "verl.trainer.ppo.v1.trainer_base:PPOTrainer",
     "PPOTrainerSync": "verl.trainer.ppo.v1.trainer_sync:PPOTrainerSync",
     "PPOTrainerColocateAsync": "verl.trainer.ppo.v1.trainer_colocate_async:PPOTrainerColocateAsync",
+    "PPOTrainerSeparateAsync": "verl.trainer.ppo.v1.trainer_separate_async:PPOTrainerSeparateAsync",
     "register_trainer": "verl.trainer.ppo.v1.trainer_base:register_trainer",
     "ReplayBuffer": "verl.trainer.ppo.v1.replay_buffer:ReplayBuffer",
     "Role": "verl.trainer.ppo.utils:Role",
@@ -39,6 +40,7 @@ SEAMS: dict[str, str] = {
     "tq": "transfer_queue:",
     # Worker and loss
     "ActorRolloutRefWorker": "verl.workers.engine_workers:ActorRolloutRefWorker",
+    "DetachActorWorker": "verl.experimental.separation.engine_workers:DetachActorWorker",
     "TrainingWorker": "verl.workers.engine_workers:TrainingWorker",
     "Dispatch": "verl.single_controller.base.decorator:Dispatch",
     "register_worker_method": "verl.single_controller.base.decorator:register",
@@ -61,6 +63,9 @@ SEAMS: dict[str, str] = {
     "TokenOutput": "verl.workers.rollout.replica:TokenOutput",
     # verl keeps this registry private and offers no register(): the one dict we write into.
     "ROLLOUT_ADAPTERS": "verl.workers.rollout.base:_ROLLOUT_REGISTRY",
+    "CheckpointEngine": "verl.checkpoint_engine.base:CheckpointEngine",
+    "CheckpointEngineRegistry": "verl.checkpoint_engine.base:CheckpointEngineRegistry",
+    "ensure_async_iterator": "verl.workers.rollout.utils:ensure_async_iterator",
     # Agent loop and dataset
     "AgentLoopBase": "verl.experimental.agent_loop.agent_loop:AgentLoopBase",
     "AgentLoopOutput": "verl.experimental.agent_loop.agent_loop:AgentLoopOutput",

@@ -11,7 +11,14 @@ from mapd_verl.engine import register_two_view_engine
 from mapd_verl.loss import MapdLoss
 from mapd_verl.objectives import AuxiliaryLoss, make_objective
 from mapd_verl.plugin import assert_loaded
-from mapd_verl.verl_seams import ActorRolloutRefWorker, Dispatch, TrainingWorker, register_worker_method
+from mapd_verl.verl_seams import (
+    ActorRolloutRefWorker,
+    DetachActorWorker,
+    Dispatch,
+    TrainingWorker,
+    get_device_name,
+    register_worker_method,
+)
 
 
 class MapdTrainingWorker(TrainingWorker):
@@ -59,3 +66,24 @@ class MapdActorRolloutRefWorker(ActorRolloutRefWorker):
         self.actor.save_checkpoint(path, None, global_step, max_ckpt_to_keep=None)
         manager = self.actor.engine.checkpoint_manager
         manager.previous_saved_paths = [saved for saved in manager.previous_saved_paths if saved != path]
+
+
+class MapdDetachActorWorker(MapdActorRolloutRefWorker, DetachActorWorker):
+    """The same with verl's parameter snapshots, which its separate-async trainer takes and restores."""
+
+    @property
+    def copy_handler(self) -> Any:
+        """Upstream's bug on CPU: ``.cpu()`` of a tensor that is there already is that tensor, so that the snapshot
+        would follow the training."""
+        copy = super().copy_handler
+
+        def snapshot(module: Any) -> Any:
+            state = copy(module)
+            shards, rest = state if isinstance(state, tuple) else (state, None)
+            fresh = {
+                name: (value[0].clone(), *value[1:]) if isinstance(value, tuple) else value.clone()
+                for name, value in shards.items()
+            }
+            return (fresh, rest) if isinstance(state, tuple) else fresh
+
+        return snapshot if get_device_name() == "cpu" else copy

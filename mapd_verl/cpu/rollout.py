@@ -11,7 +11,7 @@ import ray
 import torch
 
 from mapd_verl.cpu.server import CPURolloutServer, ServerConfig
-from mapd_verl.verl_seams import BaseRollout, RolloutReplica
+from mapd_verl.verl_seams import BaseRollout, RolloutReplica, ensure_async_iterator
 
 NAME = "mapd_cpu"
 
@@ -97,5 +97,5 @@ class CPUServerAdapter(BaseRollout):
             self._server = ray.get_actor(_server_name(self._replica_rank))
         # Every rank runs the generator (sharded tensors are gathered in it), each feeds its own server.
         with torch.no_grad():
-            full = {name: tensor.detach().to("cpu", copy=True) for name, tensor in weights}
+            full = {name: tensor.detach().to("cpu", copy=True) async for name, tensor in ensure_async_iterator(weights)}
         await self._server.load_weights.remote(full, global_steps)
