@@ -1,7 +1,7 @@
 """From hidden states through the output head to what a loss reads, chunk by chunk: no ``[N, V]`` tensor exists.
 
 Shapes: ``N`` tokens that count, of which the first ``M`` have a teacher; ``H`` hidden size, ``V`` vocabulary, ``n``
-tokens of a chunk. ``h`` hidden states, ``s`` logits, ``p = softmax(s)`` the student's, ``q`` the teacher's distribution.
+tokens of a chunk. ``h`` hidden states, ``s`` logits, ``p = softmax(s)`` the student's, ``q`` the teacher's.
 
 For each chunk the student's logits are projected once, and the teacher's once. From them come, for each token, the
 log-probability of its label, the entropy and the divergence, and of the teacher the first two.
