@@ -9,14 +9,21 @@ import torch
 from tensordict import TensorDict
 
 from mapd_verl import insight
+from mapd_verl.config.method import FilterConfig
 from mapd_verl.objectives.base import AuxiliaryLoss
-from mapd_verl.verl_seams import AggregationType, Metric, agg_loss, no_padding_2_padding
+from mapd_verl.objectives.sampled import GatedLoss
+from mapd_verl.token_filter import TokenFilter
+from mapd_verl.verl_seams import AggregationType, Metric, agg_loss, no_padding_2_padding, tensordict_utils
 
 #: Key of the per-token term in the engine's model output, nested like ``input_ids``.
 DIVERGENCE = "divergence"
+#: ``T_t`` of the sampled tokens, scored before the update; a batch field nested like ``responses``, 0 without teacher.
+TEACHER_LOG_PROBS = "teacher_log_probs"
+#: Lambda at this step, where a schedule moves it; travels with the batch.
+WEIGHT = "mapd_weight"
 #: What the engine reports beside it, for the charts alone: the teacher's log-probability of the sampled token, and
 #: both views' entropies; nested like ``input_ids``.
-SIGNALS = ("teacher_log_probs", "student_entropy", "teacher_entropy")
+SIGNALS = ("teacher_log_prob", "student_entropy", "teacher_entropy")
 
 #: Raw sums that the micro-batches report; the trainer turns them into means (``metrics.py``).
 RAW = "distillation/raw/"
@@ -28,11 +35,15 @@ class MapdLoss:
     Args:
         base: verl's ``partial(ppo_loss, config=...)`` as the worker built it.
         objective: the term.
+        token_filter: which policy tokens carry it.
     """
 
-    def __init__(self, base: partial, objective: AuxiliaryLoss) -> None:
+    def __init__(
+        self, base: partial, objective: AuxiliaryLoss | GatedLoss, token_filter: TokenFilter | None = None
+    ) -> None:
         self.base = base
         self.objective = objective
+        self.token_filter = token_filter or TokenFilter(FilterConfig())
         #: Set by the engine for the micro-batch at hand.
         self.teacher_seconds = 0.0
         self.divergence_seconds = 0.0
@@ -43,15 +54,17 @@ class MapdLoss:
         """verl's loss interface.
 
         Args:
-            model_output: of the engine, with :data:`DIVERGENCE`.
-            data: the micro-batch.
+            model_output: of the engine, with :data:`DIVERGENCE` for an auxiliary loss.
+            data: the micro-batch, with :data:`TEACHER_LOG_PROBS` for a gated one, and perhaps :data:`WEIGHT`.
 
         Returns:
             the loss to differentiate (scalar), and metrics.
         """
         loss, metrics = self.base(model_output=model_output, data=data, dp_group=dp_group)
-        token_losses = no_padding_2_padding(model_output[DIVERGENCE], data)  # [B, T]
         mask = data["response_mask"].to_padded_tensor(0).bool()
+        has_context = data["privilege_source"].reshape(-1, 1) > 0
+        distilled = self.token_filter.padded(data, mask & has_context)
+        token_losses = self._token_losses(model_output, data, distilled)  # [B, T]
         config = self.base.keywords["config"]
         # The actor's own aggregation with the counts that verl has just put there (over the whole mini-batch
         # and all ranks), so that lambda means the same for any split. Tokens without a context count with 0.
@@ -59,15 +72,34 @@ class MapdLoss:
             loss_mat=token_losses, loss_mask=mask, loss_agg_mode=config.loss_agg_mode, **config.global_batch_info
         )
         metrics["distillation/loss"] = Metric(value=term, aggregation=AggregationType.SUM)
-        for name, value in self._raw_sums(token_losses.detach(), mask, data, model_output).items():
+        for name, value in self._raw_sums(token_losses.detach(), mask, distilled, data, model_output).items():
             metrics[RAW + name] = Metric(value=value, aggregation=AggregationType.SUM)
-        return loss + self.objective.weight * term, metrics
+        weight = tensordict_utils.get_non_tensor_data(data=data, key=WEIGHT, default=self.objective.weight)
+        return loss + weight * term, metrics
+
+    def _token_losses(
+        self, model_output: dict[str, torch.Tensor], data: TensorDict, distilled: torch.Tensor
+    ) -> torch.Tensor:
+        """``l_t``, ``[B, T]``; 0 for tokens that carry no signal."""
+        if isinstance(self.objective, GatedLoss):
+            teacher = data[TEACHER_LOG_PROBS].to_padded_tensor(0.0)
+            log_probs = no_padding_2_padding(model_output["log_probs"], data)
+            losses = self.objective.token_losses(log_probs, teacher)
+            losses = torch.where(distilled, losses, 0.0)
+        else:
+            losses = no_padding_2_padding(model_output[DIVERGENCE], data)
+        clip = self.objective.config.token_clip
+        return losses if clip is None else losses.clamp(max=clip)
 
     def _raw_sums(
-        self, token_losses: torch.Tensor, mask: torch.Tensor, data: TensorDict, model_output: dict[str, torch.Tensor]
+        self,
+        token_losses: torch.Tensor,
+        mask: torch.Tensor,
+        distilled: torch.Tensor,
+        data: TensorDict,
+        model_output: dict[str, torch.Tensor],
     ) -> dict[str, float]:
         """The same keys for every micro-batch."""
-        distilled = mask & (data["privilege_source"].reshape(-1, 1) > 0)
         width = mask.shape[1]
         ids = {n: data[n].to_padded_tensor(-1)[:, :width] for n in ("turn_ids", "action_ids") if n in data}
         if "task_ids" in data:
