@@ -12,6 +12,9 @@ from mapd_verl import insight, views
 from mapd_verl.config.method import FilterConfig
 from mapd_verl.errors import UserError
 
+#: Batch fields that a filter may read.
+FILTER_FIELDS = ("turn_ids", "action_ids", "task_ids")
+
 
 class TokenFilter:
     """See :class:`FilterConfig`."""

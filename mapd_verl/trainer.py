@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from mapd_verl import metrics as step_metrics
-from mapd_verl import signal
+from mapd_verl import sampled_signal
 from mapd_verl.agent.metrics import agent_metrics
 from mapd_verl.config import MapdConfig
 from mapd_verl.errors import UserError
@@ -133,13 +133,15 @@ class MapdSteps(_Base):
         if not objective.needs_signal:
             return super()._compute_advantage(batch, metrics)
         with marked_timer("teacher_log_prob", self.timing_raw):
-            batch = signal.score(self.actor_rollout_wg, batch, self.config.actor_rollout_ref.rollout.temperature)
+            batch = sampled_signal.score(
+                self.actor_rollout_wg, batch, self.config.actor_rollout_ref.rollout.temperature
+            )
         if isinstance(objective, RewardObjective):
-            with signal.changed_rewards(batch, objective, self._weight(), self.mapd, metrics):
+            with sampled_signal.changed_rewards(batch, objective, self._weight(), self.mapd, metrics):
                 return super()._compute_advantage(batch, metrics)
         batch = super()._compute_advantage(batch, metrics)
         if isinstance(objective, AdvantageObjective):
-            batch = signal.change_advantages(batch, objective, self._weight(), self.mapd, metrics)
+            batch = sampled_signal.change_advantages(batch, objective, self._weight(), self.mapd, metrics)
         return batch
 
     def _weight(self) -> float:
