@@ -56,6 +56,7 @@ class MapdActorRolloutRefWorker(ActorRolloutRefWorker):
         for worker in (self.actor, self.ref):
             if worker is not None:
                 worker.engine.lean = config.forward == "lean"
+                worker.engine.chunk_tokens = config.objective.chunk_tokens
         self.actor.engine.nan_guard = config.nan_guard
         self.actor.engine.nan_folder = Path(config.nan_guard.folder or Path(run_folder) / "nan")
         objective, token_filter = make_objective(config.objective), TokenFilter(config.filter)
@@ -63,8 +64,10 @@ class MapdActorRolloutRefWorker(ActorRolloutRefWorker):
             self.actor.engine.token_filter = token_filter
             self.actor.engine.teacher = teacher = make_teacher(config.teacher)
             teacher.prepare(self.actor.engine)
-        with_term = isinstance(objective, AuxiliaryLoss | GatedLoss)
-        self.actor.set_loss_fn(MapdLoss(self.loss_fn, objective, token_filter) if with_term else self.loss_fn)
+        if isinstance(objective, AuxiliaryLoss | GatedLoss):
+            self.actor.set_loss_fn(MapdLoss(self.loss_fn, objective, token_filter))
+        else:
+            self.actor.set_loss_fn(self.loss_fn)
 
     @register_worker_method(dispatch_mode=Dispatch.ONE_TO_ALL)
     def snapshot_teacher(self) -> None:

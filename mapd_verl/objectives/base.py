@@ -10,10 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-import torch
-
 from mapd_verl.config import ObjectiveConfig
-from mapd_verl.divergence import Divergence, divergence_from_logits
+from mapd_verl.divergence import Divergence, TopK, sampled_estimator
+from mapd_verl.divergence.sampled import Estimator
 
 
 class Objective(ABC):
@@ -42,16 +41,25 @@ class Objective(ABC):
 
 
 class AuxiliaryLoss(Objective):
-    """``L = L_GRPO + weight * agg_t m_t l_t``, with ``l_t`` from both views' logits at policy tokens."""
+    """``L = L_GRPO + weight * agg_t m_t l_t``, with ``l_t`` from both views' distributions at policy tokens."""
 
     in_update = True
 
     @abstractmethod
     def divergence(self) -> Divergence:
-        """The divergence ``l_t``."""
+        """The divergence ``l_t`` over the whole vocabulary, clipped as the recipe says."""
 
-    def token_losses(self, student_logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
-        """``l_t`` in nats, ``[N]``, from two ``[N, V]`` tensors; differentiable in the student's."""
-        return divergence_from_logits(
-            student_logits, teacher_logits, self.divergence(), chunk_tokens=self.config.chunk_tokens
-        )
+    def of_distributions(self) -> Divergence | None:
+        """What the head computes of both views' distributions; None where the sampled token alone is compared."""
+        estimator = self.config.estimator
+        if estimator.name == "sampled":
+            return None
+        if estimator.name == "topk":
+            assert estimator.k is not None and estimator.of is not None  # the schema's check
+            return TopK(self.divergence(), estimator.k, estimator.of)
+        return self.divergence()
+
+    def sampled(self) -> Estimator | None:
+        """``l_t`` of the sampled token's log-probabilities ``S, T, S_old``; None where distributions are compared."""
+        estimator = self.config.estimator
+        return sampled_estimator(str(estimator.sample)) if estimator.name == "sampled" else None

@@ -21,6 +21,9 @@ class Teacher:
 
     #: What a recipe calls it.
     name: ClassVar[str]
+    #: Whose output head the teacher's hidden states go through: the ``student``'s as it is, one that is ``lent`` (gone
+    #: when the module is given back), or its ``own``.
+    head: str = "lent"
 
     def __init__(self, config: TeacherConfig) -> None:
         self.config = config
@@ -38,11 +41,6 @@ class Teacher:
     def module(self, engine: Any) -> Iterator[torch.nn.Module]:
         """The module to run, for the time of the context."""
         yield engine.module
-
-    @property
-    def own_head(self) -> bool:
-        """Whether the output head's weights may differ from the student's at this moment."""
-        return True
 
     def state_dict(self) -> dict[str, torch.Tensor] | None:
         """This rank's part of what a resumed run needs; None if it needs nothing."""

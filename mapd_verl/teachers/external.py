@@ -21,6 +21,7 @@ class External(Teacher):
     """
 
     name = "external"
+    head = "own"
 
     def prepare(self, engine: Any) -> None:
         from transformers import AutoModelForCausalLM

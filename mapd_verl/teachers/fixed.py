@@ -21,6 +21,8 @@ class Fixed(Teacher):
         # A checkpoint is loaded later: a resumed run has the same teacher as the first.
         self._adapters = hasattr(engine.module, "disable_adapter")
         self._weights = {} if self._adapters else copy_of(engine.module)
+        if self._adapters:
+            self.head = "student"  # adapters on the head itself are refused (head.py)
 
     @contextmanager
     def module(self, engine: Any) -> Iterator[torch.nn.Module]:
