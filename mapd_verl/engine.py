@@ -29,9 +29,11 @@ import torch
 from tensordict import TensorDict
 
 from mapd_verl import head, views
+from mapd_verl.divergence import TeacherStates
 from mapd_verl.errors import UserError
-from mapd_verl.loss import DIVERGENCE, MapdLoss
+from mapd_verl.loss import MapdLoss
 from mapd_verl.nan_guard import NanGuard
+from mapd_verl.objectives.base import AuxiliaryLoss
 from mapd_verl.verl_seams import EngineRegistry, get_device_id, get_device_name, tensordict_utils
 
 #: Batch fields that the trainer writes before the update.
@@ -70,8 +72,10 @@ class _Plan:
     positions: torch.Tensor
     lean: bool
     loss: MapdLoss | None
-    #: ``[N', V]``, and which selected tokens its rows face, ``[N]`` bool; None when no row has a context.
+    #: What the teacher made of the tokens with a context, ``[M, H]`` (stock: their logits, ``[M, V]``), and which of
+    #: the selected tokens those are, ``[N]`` bool; None when no row has a context.
     teacher: tuple[torch.Tensor, torch.Tensor] | None = None
+    task: head.HeadTask | None = None
     teacher_seconds: float = 0.0
 
 
@@ -80,6 +84,8 @@ class TwoViewEngine(_Base):
 
     #: Whether forwards leave out what no loss reads (``mapd.forward``).
     lean: bool = False
+    #: Tokens whose logits exist at once (``mapd.objective.chunk_tokens``).
+    chunk_tokens: int = 256
     _plan: _Plan | None = None
     _causal_only: bool = False
 
@@ -112,7 +118,11 @@ class TwoViewEngine(_Base):
         try:
             if plan is None or not plan.lean:
                 return super().forward_step(micro_batch, loss_function, forward_only)
-            with self._lean_forward(plan.positions):
+            plan.task = task = self._head_task(micro_batch, plan, loss_function)
+            with (
+                self._without_padding_mask(),
+                head.exchanged_head(self.module, plan.positions[task.tokens.order], task.compute),
+            ):
                 return super().forward_step(micro_batch, loss_function, forward_only)
         finally:
             self._plan = None
@@ -123,20 +133,44 @@ class TwoViewEngine(_Base):
         plan = self._plan
         if plan is None:
             return super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-        temperature = head.temperature_of(micro_batch, plan.selection.rows)
-        if plan.lean:
-            logits = head.scaled(head.full(output.logits).squeeze(0), temperature)
-            model_output = head.selected_outputs(logits, micro_batch, plan.selection)
+        if plan.task is not None:
+            model_output = plan.task.model_output(output.logits.squeeze(0))
         else:
-            logits = head.full(output.logits)
-            logits = head.scaled(logits.reshape(-1, logits.shape[-1])[plan.positions], temperature)
             model_output = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         if plan.loss is not None:
-            model_output[DIVERGENCE] = head.divergence(
-                logits, plan.teacher, micro_batch, plan.selection, plan.loss.objective
-            )
-            plan.loss.teacher_seconds = plan.teacher_seconds
+            seconds = 0.0 if plan.task is None else plan.task.seconds
+            if plan.task is None:
+                start = time.perf_counter()
+                model_output |= self._from_logits(output.logits, micro_batch, plan, plan.loss.objective)
+                seconds = time.perf_counter() - start
+            plan.loss.teacher_seconds, plan.loss.divergence_seconds = plan.teacher_seconds, seconds
         return model_output
+
+    def _head_task(self, micro_batch: TensorDict, plan: _Plan, loss_function: Any) -> head.HeadTask:
+        teacher, mask = (None, None) if plan.teacher is None else plan.teacher
+        objective = None if plan.loss is None else plan.loss.objective
+        return head.HeadTask(
+            micro_batch,
+            head.Tokens.of(micro_batch, plan.selection, mask),
+            chunk_tokens=self.chunk_tokens,
+            teacher=None if teacher is None else TeacherStates(teacher),
+            divergence=None if objective is None else objective.of_distributions(),
+            loss_function=loss_function,
+            with_signals=objective is not None,
+        )
+
+    def _from_logits(
+        self, logits: torch.Tensor, micro_batch: TensorDict, plan: _Plan, objective: AuxiliaryLoss
+    ) -> dict[str, torch.Tensor]:
+        """``mapd.forward: stock``: verl has made the logits of all positions."""
+        logits = head.full(logits)
+        logits = head.scaled(
+            logits.reshape(-1, logits.shape[-1])[plan.positions],
+            head.temperature_of(micro_batch, plan.selection.rows),
+        )
+        return head.outputs_from_logits(
+            logits, plan.teacher, micro_batch, plan.selection, objective.of_distributions(), self.chunk_tokens
+        )
 
     # ---------------------------------------------------------------- the plan
 
@@ -186,7 +220,8 @@ class TwoViewEngine(_Base):
     def _teacher(
         self, micro_batch: TensorDict, selection: views.TokenSelection
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Teacher logits of the selected tokens of rows with a context, temperature applied, ``[N', V]``."""
+        """The teacher's last hidden states of the selected tokens of rows with a context (stock: logits, temperature
+        applied), and which tokens those are."""
         for name in (TEACHER_PROMPTS, SOURCE):
             if name not in micro_batch:
                 raise UserError(f"the batch lacks '{name}': train with trainer.v1.trainer_mode=mapd_sync")
@@ -200,8 +235,10 @@ class TwoViewEngine(_Base):
                 nothing = views.TokenSelection(selection.rows[:0], selection.steps[:0])
                 self._teacher_forward(micro_batch, first, first, torch.zeros_like(first), nothing)
             return None
-        logits = self._teacher_forward(micro_batch, view.prompts, view.input_ids, view.position_ids, view.selection)
-        return head.scaled(logits, head.temperature_of(micro_batch, view.rows[view.selection.rows])), view.mask
+        made = self._teacher_forward(micro_batch, view.prompts, view.input_ids, view.position_ids, view.selection)
+        if not self.lean:
+            made = head.scaled(made, head.temperature_of(micro_batch, view.rows[view.selection.rows]))
+        return made, view.mask
 
     def _teacher_forward(
         self,
@@ -211,7 +248,8 @@ class TwoViewEngine(_Base):
         position_ids: torch.Tensor,
         selection: views.TokenSelection,
     ) -> torch.Tensor:
-        """Logits ``[N', V]`` of the teacher's view: current parameters, no gradient, no dropout."""
+        """Last hidden states ``[M, H]`` of the teacher's view (stock: logits ``[M, V]``): current parameters, no
+        gradient, no dropout."""
         batch = TensorDict({"input_ids": input_ids, "position_ids": position_ids}, batch_size=[input_ids.shape[0]])
         switches = {
             key: tensordict_utils.get_non_tensor_data(data=micro_batch, key=key, default=default)
@@ -223,7 +261,7 @@ class TwoViewEngine(_Base):
         training = self.module.training
         self.module.eval()
         try:
-            with torch.no_grad(), self._autocast(), self._lean_forward(positions, causal_only=self.lean):
+            with torch.no_grad(), self._autocast(), self._teacher_head(positions):
                 inputs, _ = self.prepare_model_inputs(batch)
                 return head.full(self.module(**inputs, use_cache=False).logits).squeeze(0)
         finally:
@@ -235,12 +273,19 @@ class TwoViewEngine(_Base):
         return nullcontext() if dtype == torch.float32 else torch.autocast(device_type=get_device_name(), dtype=dtype)
 
     @contextmanager
-    def _lean_forward(self, positions: torch.Tensor, causal_only: bool = True) -> Iterator[None]:
-        """Within, the head sees only ``positions``; with ``causal_only`` the padding mask is left out too."""
-        self._causal_only = causal_only
-        try:
+    def _teacher_head(self, positions: torch.Tensor) -> Iterator[None]:
+        if not self.lean:
             with head.selected_positions(self.module, positions):
                 yield
+            return
+        with self._without_padding_mask(), head.exchanged_head(self.module, positions, lambda hidden, _: hidden):
+            yield
+
+    @contextmanager
+    def _without_padding_mask(self) -> Iterator[None]:
+        self._causal_only = True
+        try:
+            yield
         finally:
             self._causal_only = False
 

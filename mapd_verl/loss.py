@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from mapd_verl import insight
 from mapd_verl.objectives.base import AuxiliaryLoss
-from mapd_verl.verl_seams import AggregationType, Metric, agg_loss, no_padding_2_padding
+from mapd_verl.verl_seams import AggregationType, Metric, agg_loss, no_padding_2_padding, ppo_loss
 
 #: Key of the per-token term in the engine's model output, nested like ``input_ids``.
 DIVERGENCE = "divergence"
@@ -49,19 +49,45 @@ class MapdLoss:
         Returns:
             the loss to differentiate (scalar), and metrics.
         """
+        loss, term, token_losses, mask, metrics = self._terms(model_output, data, dp_group)
+        metrics["distillation/loss"] = Metric(value=term, aggregation=AggregationType.SUM)
+        for name, value in self._raw_sums(token_losses.detach(), mask, data, model_output).items():
+            metrics[RAW + name] = Metric(value=value, aggregation=AggregationType.SUM)
+        return loss + self.objective.weight * term, metrics
+
+    def value(self, model_output: dict[str, torch.Tensor], data: TensorDict) -> torch.Tensor:
+        """The loss alone, scalar."""
+        loss, term, *_ = self._terms(model_output, data, None)
+        return loss + self.objective.weight * term
+
+    def _terms(
+        self, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
+        """verl's loss, the objective's, both scalar; ``l_t`` and the policy's tokens, ``[B, T]``; verl's metrics."""
         loss, metrics = self.base(model_output=model_output, data=data, dp_group=dp_group)
-        token_losses = no_padding_2_padding(model_output[DIVERGENCE], data)  # [B, T]
         mask = data["response_mask"].to_padded_tensor(0).bool()
+        token_losses = self._token_losses(model_output, data, mask)
         config = self.base.keywords["config"]
         # The actor's own aggregation with the counts that verl has just put there (over the whole mini-batch
         # and all ranks), so that lambda means the same for any split. Tokens without a context count with 0.
         term = agg_loss(
             loss_mat=token_losses, loss_mask=mask, loss_agg_mode=config.loss_agg_mode, **config.global_batch_info
         )
-        metrics["distillation/loss"] = Metric(value=term, aggregation=AggregationType.SUM)
-        for name, value in self._raw_sums(token_losses.detach(), mask, data, model_output).items():
-            metrics[RAW + name] = Metric(value=value, aggregation=AggregationType.SUM)
-        return loss + self.objective.weight * term, metrics
+        return loss, term, token_losses, mask, metrics
+
+    def _token_losses(
+        self, model_output: dict[str, torch.Tensor], data: TensorDict, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """``l_t``, ``[B, T]``; 0 for tokens without a context."""
+        estimator = self.objective.sampled()
+        if estimator is None:
+            return no_padding_2_padding(model_output[DIVERGENCE], data)
+        student, teacher = (no_padding_2_padding(model_output[name], data) for name in ("log_probs", SIGNALS[0]))
+        old = data["old_log_probs"].to_padded_tensor(0.0)[:, : mask.shape[1]]
+        distilled = mask & (data["privilege_source"].reshape(-1, 1) > 0)
+        # Where nothing is distilled, 0 stands for all three, so that nothing overflows on its way to being masked.
+        student, teacher, old = (x.masked_fill(~distilled, 0.0) for x in (student, teacher, old))
+        return estimator(student, teacher.detach(), old).masked_fill(~distilled, 0.0)
 
     def _raw_sums(
         self, token_losses: torch.Tensor, mask: torch.Tensor, data: TensorDict, model_output: dict[str, torch.Tensor]
@@ -77,3 +103,23 @@ class MapdLoss:
             padded = [no_padding_2_padding(model_output[name].detach(), data) for name in ("log_probs", *SIGNALS)]
             sums |= insight.signal_sums(distilled, *padded)
         return sums | {"teacher_seconds": self.teacher_seconds, "divergence_seconds": self.divergence_seconds}
+
+
+#: verl's policy losses that are sums over tokens (``actor.policy_loss.loss_mode``).
+_TOKEN_WISE = ("vanilla", "gpg", "cispo", "dppo_tv", "dppo_kl", "sapo")
+
+
+def foreseeable(loss_function: Any) -> bool:
+    """Whether each token's derivatives follow from that token's own outputs, so that ``head.py`` can ask early."""
+    base = loss_function.base if isinstance(loss_function, MapdLoss) else loss_function
+    if not isinstance(base, partial) or base.func is not ppo_loss:
+        return False
+    policy_loss = base.keywords["config"].policy_loss
+    return (policy_loss.get("loss_mode", "vanilla") if policy_loss is not None else "vanilla") in _TOKEN_WISE
+
+
+def loss_value(loss_function: Any, model_output: dict[str, torch.Tensor], data: TensorDict) -> torch.Tensor:
+    """The scalar that a foreseeable loss function returns, without the metrics where they can be left out."""
+    if isinstance(loss_function, MapdLoss):
+        return loss_function.value(model_output, data)
+    return loss_function(model_output=model_output, data=data, dp_group=None)[0]

@@ -49,6 +49,7 @@ class MapdActorRolloutRefWorker(ActorRolloutRefWorker):
         for worker in (self.actor, self.ref):
             if worker is not None:
                 worker.engine.lean = config.forward == "lean"
+                worker.engine.chunk_tokens = config.objective.chunk_tokens
         self.actor.engine.nan_guard = config.nan_guard
         self.actor.engine.nan_folder = Path(config.nan_guard.folder or Path(run_folder) / "nan")
         objective = make_objective(config.objective)

@@ -1,5 +1,5 @@
 """Configuration: the ``mapd`` schema and the loading of recipes."""
 
-from mapd_verl.config.schema import MapdConfig, ObjectiveConfig, PrivilegeConfig, ProtocolsConfig
+from mapd_verl.config.schema import EstimatorConfig, MapdConfig, ObjectiveConfig, PrivilegeConfig, ProtocolsConfig
 
-__all__ = ["MapdConfig", "ObjectiveConfig", "PrivilegeConfig", "ProtocolsConfig"]
+__all__ = ["EstimatorConfig", "MapdConfig", "ObjectiveConfig", "PrivilegeConfig", "ProtocolsConfig"]

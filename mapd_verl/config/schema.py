@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mapd_verl.agent.config import AgentConfig
+from mapd_verl.config.estimators import ESTIMATORS, SAMPLED_NAMES, TOPK_OF, refusal
 from mapd_verl.config.safety import NanGuardConfig, WatchConfig
 from mapd_verl.data.join import POLICIES, REVIEWED_POLICIES, JoinPolicies, corpus_hash
 from mapd_verl.errors import UserError
@@ -20,6 +21,42 @@ from mapd_verl.errors import UserError
 OBJECTIVE_NAMES = ("none", "reverse_kl", "forward_kl", "jsd")
 SOURCE_NAMES = ("none", "protocol", "own_rollout", "empty", "shuffled", "answer_only")
 FORWARDS = ("lean", "stock")
+
+
+@dataclass
+class EstimatorConfig:
+    """How ``l_t`` is computed. Bad values raise ``ValueError`` naming the key."""
+
+    name: str = "full"
+    """``full`` compares whole distributions; ``topk`` the ``k`` most likely tokens and the tail in one bucket;
+    ``sampled`` the sampled token's log-probabilities. All run through the same head pass: ``full`` costs no more."""
+
+    k: int | None = None
+    """Only for ``topk``, which needs it. SDPO takes 100, OPCD 256, HDPO 64."""
+
+    of: str | None = None
+    """Only for ``topk``, which needs it: whose most likely tokens, ``student``, ``teacher`` or ``union``."""
+
+    sample: str | None = None
+    """Only for ``sampled``, which needs it: ``score``, ``k1_weighted``, ``k2`` or ``k3_weighted`` (Skill-SD's)."""
+
+    def __post_init__(self) -> None:
+        if self.name not in ESTIMATORS:
+            raise ValueError(
+                f"mapd.objective.estimator.name: unknown {self.name!r}, choose from {', '.join(ESTIMATORS)}"
+            )
+        for key, owner in (("k", "topk"), ("of", "topk"), ("sample", "sampled")):
+            if (getattr(self, key) is not None) != (self.name == owner):
+                raise ValueError(
+                    f"mapd.objective.estimator.{key}: {owner} needs it and no other takes it, "
+                    f"got {getattr(self, key)} for {self.name}"
+                )
+        if self.k is not None and self.k < 1:
+            raise ValueError(f"mapd.objective.estimator.k: must be at least 1, got {self.k}")
+        if self.of is not None and self.of not in TOPK_OF:
+            raise ValueError(f"mapd.objective.estimator.of: unknown {self.of!r}, choose from {', '.join(TOPK_OF)}")
+        if self.sample is not None and self.sample not in SAMPLED_NAMES:
+            raise ValueError(f"mapd.objective.estimator.sample: {refusal(self.sample)}")
 
 
 @dataclass
@@ -34,10 +71,18 @@ class ObjectiveConfig:
     tries 0.01, 0.05 and 0.1 and finds 0.05 best."""
 
     beta: float | None = None
-    """Only for ``jsd``: the teacher's weight in the mixture, strictly between 0 and 1."""
+    """Only for ``jsd``: the teacher's weight in the mixture. By OPSD's convention 0 is ``forward_kl``, 1
+    ``reverse_kl``."""
 
-    chunk_tokens: int = 1024
-    """Tokens whose whole-vocabulary divergence is computed at once. Changes memory, never values."""
+    clip: float | None = None
+    """Upper bound of each vocabulary entry's summand, nats; null leaves them (as the paper). OPSD's later versions
+    take 0.05."""
+
+    estimator: EstimatorConfig = field(default_factory=EstimatorConfig)
+
+    chunk_tokens: int = 256
+    """Tokens whose logits exist at once, in every forward with ``mapd.forward: lean``: two buffers of this many rows
+    of the vocabulary. Changes memory and speed, never values."""
 
     def __post_init__(self) -> None:
         if self.name not in OBJECTIVE_NAMES:
@@ -48,11 +93,14 @@ class ObjectiveConfig:
             raise ValueError(
                 f"mapd.objective.beta: jsd needs it and no other takes it, got {self.beta} for {self.name}"
             )
-        if self.beta is not None and not 0.0 < self.beta < 1.0:
-            raise ValueError(
-                f"mapd.objective.beta: must lie strictly between 0 and 1, got {self.beta} "
-                "(its two ends are forward_kl and reverse_kl)"
-            )
+        if self.beta is not None and not 0.0 <= self.beta <= 1.0:
+            raise ValueError(f"mapd.objective.beta: must lie between 0 and 1, got {self.beta}")
+        if self.clip is not None and not 0.0 < self.clip < float("inf"):
+            raise ValueError(f"mapd.objective.clip: must be a positive number of nats or null, got {self.clip}")
+        if self.estimator.name == "sampled" and self.name not in ("none", "reverse_kl"):
+            raise ValueError(f"mapd.objective.estimator.name: sampled estimates reverse_kl only, not {self.name}")
+        if self.estimator.name == "sampled" and self.clip is not None:
+            raise ValueError("mapd.objective.clip: sampled has no summand per vocabulary entry to clip")
         if self.chunk_tokens < 1:
             raise ValueError(f"mapd.objective.chunk_tokens: must be at least 1, got {self.chunk_tokens}")
 

@@ -9,13 +9,11 @@ from mapd_verl.divergence.full_vocabulary import (
     divergence_from_logits,
     make_jsd,
 )
-from mapd_verl.divergence.sampled import REFUSED, SAMPLED, sampled_estimator
-from mapd_verl.divergence.topk import TOPK_OF, TopK
+from mapd_verl.divergence.sampled import SAMPLED, sampled_estimator
+from mapd_verl.divergence.topk import TopK
 
 __all__ = [
-    "REFUSED",
     "SAMPLED",
-    "TOPK_OF",
     "Distribution",
     "Divergence",
     "ForwardKL",

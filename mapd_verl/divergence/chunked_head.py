@@ -128,13 +128,7 @@ class _HeadPass(torch.autograd.Function):
         ctx.gradients, ctx.foreseen = run.gradients, foreseen
         ctx.done = False
         ctx.mark_non_differentiable(statistics.teacher_log_prob, statistics.teacher_entropy)
-        return (
-            statistics.log_prob,
-            statistics.entropy,
-            statistics.divergence,
-            statistics.teacher_log_prob,
-            statistics.teacher_entropy,
-        )
+        return statistics.columns()
 
     @staticmethod
     @torch.autograd.function.once_differentiable

@@ -73,10 +73,8 @@ class TokenStatistics:
 
     def at(self, chunk: slice) -> TokenStatistics:
         """A chunk's part, as views."""
-        return TokenStatistics(
-            self.log_prob[chunk],
-            self.entropy[chunk],
-            self.divergence[chunk],
-            self.teacher_log_prob[chunk],
-            self.teacher_entropy[chunk],
-        )
+        return TokenStatistics(*(column[chunk] for column in self.columns()))
+
+    def columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """In the order of the attributes."""
+        return self.log_prob, self.entropy, self.divergence, self.teacher_log_prob, self.teacher_entropy

@@ -1,4 +1,4 @@
-"""Reverse KL from the sampled token alone: estimators whose expected gradient is right, and those refused.
+"""Reverse KL from the sampled token alone: estimators whose expected gradient is right.
 
 ``S`` is the student's log-probability of the sampled token, ``T`` the teacher's, ``S_old`` that of the policy that
 sampled it; ``d = S - T``; ``r = exp(S - S_old)``; ``sg`` stops the gradient. Samples come from ``exp(S_old)``. The
@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+
+from mapd_verl.config.estimators import refusal
 
 #: Bounds against overflow, as in Skill-SD (arXiv 2604.10674): of ``T - S`` and of ``S - S_old``.
 MAX_LOG_RATIO, MAX_LOG_WEIGHT = 20.0, 10.0
@@ -48,15 +50,6 @@ def k3_weighted(student: torch.Tensor, teacher: torch.Tensor, old: torch.Tensor)
 #: What ``mapd.objective.estimator.sample`` may name.
 SAMPLED: dict[str, Estimator] = {"score": score, "k1_weighted": k1_weighted, "k2": k2, "k3_weighted": k3_weighted}
 
-#: What it may not, and why. The gradients that the reasons name are checked beside the right ones.
-REFUSED: dict[str, str] = {
-    "k1": "differentiating d itself gives grad S, whose mean under the policy is 0: it trains nothing",
-    "k3": "differentiating exp(-d) - 1 + d without the weight gives (1 - exp(-d)) grad S, whose mean is the gradient "
-    "of the forward KL(teacher || student)",
-    "k2_weighted": "r * d^2 / 2 with the weight's gradient follows the mean of d^2 / 2, which is not the reverse KL",
-    "abs": "|d| gives sign(d) grad S, which weighs a small difference like a large one: not the reverse KL",
-}
-
 
 def sampled_estimator(name: str) -> Estimator:
     """The estimator ``f(S, T, S_old)``, elementwise; ``T`` and ``S_old`` carry no gradient.
@@ -64,8 +57,6 @@ def sampled_estimator(name: str) -> Estimator:
     Raises:
         ValueError: one line with the reason for a refused name, or the names to choose from.
     """
-    if name in REFUSED:
-        raise ValueError(f"{name!r} has the wrong expected gradient: {REFUSED[name]}; use {', '.join(SAMPLED)}")
     if name not in SAMPLED:
-        raise ValueError(f"unknown sampled estimator {name!r}, choose from {', '.join(SAMPLED)}")
+        raise ValueError(refusal(name))
     return SAMPLED[name]

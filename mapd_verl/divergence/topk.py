@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import torch
 
+from mapd_verl.config.estimators import TOPK_OF
 from mapd_verl.divergence.base import Distribution, Divergence, Pair
-
-TOPK_OF = ("student", "teacher", "union")
 
 
 class TopK(Divergence):

@@ -1,7 +1,7 @@
 """The interface of objectives.
 
 An objective says what it needs to see and where it enters the update. So far everything enters as an
-auxiliary loss on a live teacher's logits. Signals that change the advantage (EviSD) or the reward (DGPO)
+auxiliary loss on both views' distributions. Signals that change the advantage (EviSD) or the reward (DGPO)
 become further subclasses of :class:`Objective` beside :class:`AuxiliaryLoss`, each with the one method that
 the trainer calls at that place.
 """
@@ -11,10 +11,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-import torch
-
 from mapd_verl.config import ObjectiveConfig
-from mapd_verl.divergence import Divergence, divergence_from_logits
+from mapd_verl.divergence import Divergence, TopK, sampled_estimator
+from mapd_verl.divergence.sampled import Estimator
 
 
 class Objective(ABC):
@@ -33,7 +32,7 @@ class Objective(ABC):
 
 
 class AuxiliaryLoss(Objective):
-    """``L = L_GRPO + weight * agg_t m_t l_t``, with ``l_t`` from both views' logits at policy tokens."""
+    """``L = L_GRPO + weight * agg_t m_t l_t``, with ``l_t`` from both views' distributions at policy tokens."""
 
     @property
     def weight(self) -> float:
@@ -42,10 +41,19 @@ class AuxiliaryLoss(Objective):
 
     @abstractmethod
     def divergence(self) -> Divergence:
-        """The divergence ``l_t``."""
+        """The divergence ``l_t`` over the whole vocabulary, clipped as the recipe says."""
 
-    def token_losses(self, student_logits: torch.Tensor, teacher_logits: torch.Tensor) -> torch.Tensor:
-        """``l_t`` in nats, ``[N]``, from two ``[N, V]`` tensors; differentiable in the student's."""
-        return divergence_from_logits(
-            student_logits, teacher_logits, self.divergence(), chunk_tokens=self.config.chunk_tokens
-        )
+    def of_distributions(self) -> Divergence | None:
+        """What the head computes of both views' distributions; None where the sampled token alone is compared."""
+        estimator = self.config.estimator
+        if estimator.name == "sampled":
+            return None
+        if estimator.name == "topk":
+            assert estimator.k is not None and estimator.of is not None  # the schema's check
+            return TopK(self.divergence(), estimator.k, estimator.of)
+        return self.divergence()
+
+    def sampled(self) -> Estimator | None:
+        """``l_t`` of the sampled token's log-probabilities ``S, T, S_old``; None where distributions are compared."""
+        estimator = self.config.estimator
+        return sampled_estimator(str(estimator.sample)) if estimator.name == "sampled" else None

@@ -10,4 +10,4 @@ class ForwardKLObjective(AuxiliaryLoss):
     name = "forward_kl"
 
     def divergence(self) -> Divergence:
-        return ForwardKL()
+        return ForwardKL(self.config.clip)

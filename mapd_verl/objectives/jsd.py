@@ -1,6 +1,6 @@
 """OPSD's generalised Jensen-Shannon divergence (arXiv 2601.18734)."""
 
-from mapd_verl.divergence import Divergence, GeneralisedJSD
+from mapd_verl.divergence import Divergence, make_jsd
 from mapd_verl.objectives.base import AuxiliaryLoss
 
 
@@ -12,4 +12,4 @@ class JSDObjective(AuxiliaryLoss):
     def divergence(self) -> Divergence:
         if self.config.beta is None:
             raise ValueError("mapd.objective.beta: jsd needs it")
-        return GeneralisedJSD(self.config.beta)
+        return make_jsd(self.config.beta, self.config.clip)

@@ -10,4 +10,4 @@ class ReverseKLObjective(AuxiliaryLoss):
     name = "reverse_kl"
 
     def divergence(self) -> Divergence:
-        return ReverseKL()
+        return ReverseKL(self.config.clip)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mapd_verl.divergence import REFUSED, SAMPLED, ForwardKL, ReverseKL, divergence_from_logits, sampled_estimator
+from mapd_verl.config.estimators import REFUSED, SAMPLED_NAMES
+from mapd_verl.divergence import SAMPLED, ForwardKL, ReverseKL, divergence_from_logits, sampled_estimator
 
 SAMPLES, VOCABULARY = 400_000, 7
 
@@ -92,6 +93,11 @@ def test_each_refused_estimator_fails_and_is_refused_with_its_reason(name):
     with pytest.raises(ValueError, match="wrong expected gradient") as refusal:
         sampled_estimator(name)
     assert REFUSED[name] in str(refusal.value)
+
+
+def test_the_config_knows_the_registry():
+    assert tuple(SAMPLED) == SAMPLED_NAMES
+    assert not set(SAMPLED) & set(REFUSED)
 
 
 def test_an_unknown_estimator_is_told_the_names():

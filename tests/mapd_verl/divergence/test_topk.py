@@ -3,8 +3,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mapd_verl.config.estimators import TOPK_OF
 from mapd_verl.divergence import (
-    TOPK_OF,
     Divergence,
     ForwardKL,
     GeneralisedJSD,

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from mapd_verl.config import ObjectiveConfig
+from mapd_verl.config import EstimatorConfig, ObjectiveConfig
 from mapd_verl.config.schema import OBJECTIVE_NAMES
+from mapd_verl.divergence import ForwardKL, TopK, divergence_from_logits
 from mapd_verl.objectives import OBJECTIVES, AuxiliaryLoss, make_objective
 
 
@@ -22,12 +23,29 @@ def test_each_objective_is_zero_at_the_teacher_and_pulls_towards_it(name):
     assert isinstance(objective, AuxiliaryLoss) and objective.needs_teacher and objective.weight == 0.1
     torch.manual_seed(0)
     student, teacher = torch.randn(4, 9, requires_grad=True), torch.randn(4, 9)
-    before = objective.token_losses(student, teacher)
+
+    def token_losses(s, t):
+        return divergence_from_logits(s, t, objective.of_distributions())
+
+    before = token_losses(student, teacher)
     (gradient,) = torch.autograd.grad(before.sum(), student)
-    after = objective.token_losses(student.detach() - 0.1 * gradient, teacher)
+    after = token_losses(student.detach() - 0.1 * gradient, teacher)
     assert (after < before).all()
-    assert objective.token_losses(teacher.clone(), teacher).abs().max() < 1e-6
+    assert token_losses(teacher.clone(), teacher).abs().max() < 1e-6
 
 
 def test_no_objective_adds_nothing():
     assert make_objective(ObjectiveConfig(name="none", weight=0.5)).needs_teacher is False
+
+
+def test_the_recipe_chooses_the_estimator():
+    topk = make_objective(ObjectiveConfig(clip=0.05, estimator=EstimatorConfig(name="topk", k=64, of="union")))
+    assert isinstance(topk, AuxiliaryLoss) and topk.sampled() is None
+    divergence = topk.of_distributions()
+    assert isinstance(divergence, TopK) and (divergence.k, divergence.of) == (64, "union")
+    assert divergence.inner.clip == 0.05
+    sampled = make_objective(ObjectiveConfig(estimator=EstimatorConfig(name="sampled", sample="k3_weighted")))
+    assert isinstance(sampled, AuxiliaryLoss) and sampled.of_distributions() is None
+    assert sampled.sampled() is not None
+    end = make_objective(ObjectiveConfig(name="jsd", beta=0.0))
+    assert isinstance(end, AuxiliaryLoss) and isinstance(end.of_distributions(), ForwardKL)
