@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, MutableMapping, Sequence
 from typing import Any
 
+from mapd_verl.data.join import STATES, Join
 from mapd_verl.privilege import SOURCES
 
 #: verl prefixes what the actor's loss reports.
@@ -59,6 +60,24 @@ def source_shares(chosen: Sequence[str], names: Iterable[str]) -> dict[str, floa
     counts = Counter(chosen)
     shown = [name for name in SOURCES if name in set(names) | set(counts)]
     return {f"mapd/source/{name}": counts[name] / max(len(chosen), 1) for name in shown}
+
+
+def protocol_states(groups: Sequence[str], states: Sequence[str], join: Join | None) -> dict[str, float]:
+    """``mapd/protocols/<state>``: questions of this step by where the join left them, every state named.
+
+    ``mapd/protocols/cache_<state>`` and ``mapd/protocols/skipped`` count the whole training set, those that a policy
+    left out of it included; they stand in every step, so that no log is read without them.
+
+    Args:
+        groups: the group (a question's rollouts) of each rollout, padding left out.
+        states: the question's state, of each rollout.
+    """
+    step = Counter(dict(zip(groups, states, strict=True)).values())
+    shown: dict[str, float] = {f"mapd/protocols/{state}": step[state] for state in STATES}
+    if join is not None:
+        shown |= {f"mapd/protocols/cache_{state}": count for state, count in join.counts.items()}
+        shown["mapd/protocols/skipped"] = join.actions()["skip"]
+    return shown
 
 
 def mean_min_max(name: str, values: Sequence[float]) -> dict[str, float]:

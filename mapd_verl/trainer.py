@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         config: Any
         tokenizer: Any
         timing_raw: dict
+        train_dataset: Any
         role_worker_mapping: dict
         actor_rollout_wg: Any
 
@@ -258,6 +259,13 @@ class MapdSteps(_Base):
         reports = [report for report, is_real in zip(self._reports(batch), real, strict=True) if is_real and report]
         if reports and "searches" in reports[0]:
             metrics.update(agent_metrics(reports))
+        if self.mapd.protocols.path is not None:
+            fields = ["uid", "protocol_state"]
+            data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+            columns = zip(_column(data, "uid", len(batch)), _column(data, "protocol_state", len(batch)), strict=True)
+            known = [(str(uid), str(s)) for (uid, s), is_real in zip(columns, real, strict=True) if is_real]
+            join = getattr(self.train_dataset, "join", None)
+            metrics.update(step_metrics.protocol_states([u for u, _ in known], [s for _, s in known], join))
 
     # ------------------------------------------------------------------ records
 

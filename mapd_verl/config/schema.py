@@ -14,7 +14,7 @@ from mapd_verl.agent.config import AgentConfig
 from mapd_verl.config.estimators import ESTIMATORS, SAMPLED_NAMES, TOPK_OF, refusal
 from mapd_verl.config.method import FilterConfig, ScheduleConfig, TeacherConfig
 from mapd_verl.config.safety import NanGuardConfig, WatchConfig
-from mapd_verl.data.join import MISSING_POLICIES
+from mapd_verl.data.join import POLICIES, REVIEWED_POLICIES, JoinPolicies, corpus_hash
 from mapd_verl.errors import UserError
 
 #: Names of ``mapd_verl.objectives`` and of ``mapd_verl.privilege``; spelled out so that reading a recipe
@@ -183,12 +183,36 @@ class ProtocolsConfig:
     """A template of ``protocol_cache``, by name or as the path of a ``.j2`` file."""
 
     missing: str = "fallback"
-    """A training question whose protocol is missing or was rejected: ``fallback`` leaves it to
+    """A training question that is not in the cache, or whose synthesis failed: ``fallback`` leaves it to
     ``privilege.fallback``, ``skip`` drops it, ``error`` refuses to start."""
 
+    rejected: str = "fallback"
+    """The same for one whose every candidate the gate refused, or whose protocol a person withdrew."""
+
+    stale: str = "error"
+    """The same for a protocol of another schema version or over another corpus: most often a wrong file, so that
+    the default refuses to start."""
+
+    reviewed_bad: str = "fallback"
+    """The same for a protocol that a person marked as bad (``mapd protocols view``); ``keep`` uses it all the same."""
+
+    corpus: str | None = None
+    """What the protocols' corpus hash is compared with: a corpus file, hashed at the start, or ``sha256:`` and its
+    hash; null compares no corpus."""
+
     def __post_init__(self) -> None:
-        if self.missing not in MISSING_POLICIES:
-            raise ValueError(f"mapd.protocols.missing: choose from {', '.join(MISSING_POLICIES)}, got {self.missing!r}")
+        for key, choices in (
+            ("missing", POLICIES),
+            ("rejected", POLICIES),
+            ("stale", POLICIES),
+            ("reviewed_bad", REVIEWED_POLICIES),
+        ):
+            if getattr(self, key) not in choices:
+                raise ValueError(f"mapd.protocols.{key}: choose from {', '.join(choices)}, got {getattr(self, key)!r}")
+
+    def policies(self) -> JoinPolicies:
+        """As the join wants them; hashes the corpus file where one is named."""
+        return JoinPolicies(self.missing, self.rejected, self.stale, self.reviewed_bad, corpus_hash(self.corpus))
 
 
 @dataclass

@@ -1,8 +1,9 @@
 """verl's dataset with each row checked at load and joined with its protocol by question id.
 
 Named by a recipe as ``data.custom_cls.{path: pkg://mapd_verl.data.dataset, name: ProtocolDataset}``. Rows gain
-``question_id``, ``protocol`` (the rendered text, "" where there is none) and ``task_type``; the agent loop makes the
-teacher's prompt of the text, and the controls (``shuffled``) hand it to another question.
+``question_id``, ``protocol`` (the rendered text, "" where there is none), ``task_type`` and ``protocol_state`` (one of
+``data.join.STATES``); the agent loop makes the teacher's prompt of the text, the controls (``shuffled``) hand it to
+another question, and the trainer counts the states.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import logging
 from typing import Any
 
 from mapd_verl.config.schema import MapdConfig
-from mapd_verl.data.join import Join, join_protocols
-from mapd_verl.data.rows import QuestionRow, read_questions, read_row
+from mapd_verl.data.join import Join, Joined, join_protocols
+from mapd_verl.data.rows import QuestionRow, id_columns, question_ids, read_questions, read_row
 from mapd_verl.errors import UserError
 from mapd_verl.verl_seams import RLHFDataset
 
@@ -20,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class ProtocolDataset(RLHFDataset):
-    """Adds ``question_id``, ``protocol`` and ``task_type`` to verl's rows.
+    """Adds ``question_id``, ``protocol``, ``task_type`` and ``protocol_state`` to verl's rows.
 
     Only training files are joined: nothing privileged comes near a validation question.
 
@@ -40,27 +41,24 @@ class ProtocolDataset(RLHFDataset):
         protocols = _mapd_config(self.config).protocols
         if protocols.path is None or not self._is_training():
             return
-        self.join = join_protocols(protocols.path, [q.question_id for q in questions], protocols.template)
-        logger.warning("%s: %s; the others: %s", protocols.path, self.join, protocols.missing)
-        if not self.join.texts:
+        join = join_protocols(
+            protocols.path, [q.question_id for q in questions], protocols.template, protocols.policies()
+        )
+        self.join = join
+        logger.warning("%s: %s; by policy: %s", protocols.path, join, join.actions())
+        if not join.texts:
             raise UserError(
-                f"{protocols.path}: no protocol for any of the {len(questions)} questions of {self._names()}"
+                f"{protocols.path}: no protocol for any of the {len(questions)} questions of {self._names()} ({join})"
             )
-        if protocols.missing == "error" and len(self.join.texts) < len({q.question_id for q in questions}):
-            first = next(q for q in questions if q.question_id not in self.join.texts)
-            raise UserError(
-                f"{protocols.path}: {self.join}; the first without is {first.question_id}: {first.question}"
-            )
-        if protocols.missing == "skip":
-            texts = self.join.texts
-            keep = [i for i, row in enumerate(self.dataframe) if read_row(row, f"row {i + 1}").question_id in texts]
-            self.dataframe = self.dataframe.select(keep)
+        if join.actions()["skip"]:
+            ids = question_ids(self.dataframe.select_columns(id_columns(self.dataframe.column_names)), self._names())
+            self.dataframe = self.dataframe.select([i for i, qid in enumerate(ids) if join.action(qid) != "skip"])
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         row = super().__getitem__(item)
         row["question_id"] = read_row(row, f"{self._names()}: row {item + 1}").question_id
-        row["protocol"] = self.join.texts.get(row["question_id"], "") if self.join else ""
-        row["task_type"] = self.join.task_types.get(row["question_id"], "") if self.join else ""
+        joined = self.join.look_up(row["question_id"]) if self.join else Joined("", "", "")
+        row["protocol"], row["task_type"], row["protocol_state"] = joined.text, joined.task_type, joined.state
         return row
 
     def _checked(self, path: str) -> list[QuestionRow]:

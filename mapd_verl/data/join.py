@@ -1,68 +1,248 @@
-"""Questions meet their protocols: the join by question id, without verl and without torch."""
+"""Questions meet their protocols: the join by question id, without verl and without torch.
+
+The join itself reads no protocol: it sorts the questions into :data:`STATES` by a few columns of the cache. Texts are
+read and rendered one at a time, when a row is asked for, so that 170,000 questions cost neither time nor memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import hashlib
+import os
+import re
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mapd_verl.errors import UserError
 
+if TYPE_CHECKING:
+    from protocol_cache.store import ProtocolStore, Record
+
 #: What happens to a training question without a usable protocol: the own-rollout baseline of the recipe
 #: (``privilege.fallback``), out of the training set, or a refusal to start.
-MISSING_POLICIES = ("fallback", "skip", "error")
+POLICIES = ("fallback", "skip", "error")
+#: A protocol that a person marked as bad may also be used all the same.
+REVIEWED_POLICIES = ("keep", *POLICIES)
+
+#: Where a question can stand, each with the policy that decides on it (None: its protocol is used).
+STATES: dict[str, str | None] = {
+    "joined": None,
+    "missing": "missing",  # not in the cache
+    "failed": "missing",  # synthesis gave no candidate: to the trainer as if it were not there
+    "rejected": "rejected",  # the gate refused every candidate
+    "withdrawn": "rejected",  # passed, then withdrawn by a person
+    "stale_schema": "stale",  # passed, under another protocol schema
+    "stale_corpus": "stale",  # passed, over another corpus
+    "reviewed_bad": "reviewed_bad",  # passed, then marked as bad by a person
+}
+
+
+@dataclass(frozen=True)
+class JoinPolicies:
+    """What to do with each kind of question that has no protocol fit for use. ``corpus_hash`` None compares none."""
+
+    missing: str = "fallback"
+    rejected: str = "fallback"
+    stale: str = "error"
+    reviewed_bad: str = "fallback"
+    corpus_hash: str | None = None
+
+    def action(self, state: str) -> str:
+        """``use``, ``fallback``, ``skip`` or ``error`` for a question in this state."""
+        name = STATES[state]
+        policy = "use" if name is None else getattr(self, name)
+        return "use" if policy == "keep" else policy
+
+
+@dataclass(frozen=True)
+class Joined:
+    """What a row gains: the rendered text ("" where none is used), the protocol's task type, the question's state."""
+
+    text: str
+    task_type: str
+    state: str
 
 
 @dataclass(frozen=True)
 class Join:
-    """``texts`` and ``task_types`` hold the rendered protocol of each question that has one and its task type, by id.
+    """Where each distinct question stands; :meth:`look_up` reads its protocol."""
 
-    ``passed``, ``rejected`` (the gate refused it), ``failed`` (synthesis gave nothing) and ``missing`` (not in
-    the cache) count the distinct questions asked for.
-    """
+    path: Path
+    template: str
+    states: dict[str, str]
+    policies: JoinPolicies = JoinPolicies()
+    _opened: _Stores = field(default_factory=lambda: _Stores(), repr=False, compare=False)
 
-    texts: dict[str, str]
-    task_types: dict[str, str]
-    passed: int
-    rejected: int
-    failed: int
-    missing: int
+    @property
+    def counts(self) -> dict[str, int]:
+        """Distinct questions in each state, all states named."""
+        found = Counter(self.states.values())
+        return {state: found[state] for state in STATES}
+
+    @property
+    def texts(self) -> Mapping[str, str]:
+        """The rendered protocols by question id; each is read when it is asked for."""
+        return _Texts(self)
+
+    def action(self, question_id: str) -> str:
+        """What the policies say about this question (see :meth:`JoinPolicies.action`)."""
+        return self.policies.action(self.states[question_id])
+
+    def actions(self) -> dict[str, int]:
+        """Distinct questions by action."""
+        found: Counter[str] = Counter()
+        for state, count in self.counts.items():
+            found[self.policies.action(state)] += count
+        return {action: found[action] for action in ("use", "fallback", "skip", "error")}
+
+    def look_up(self, question_id: str) -> Joined:
+        """The row's share of the join.
+
+        Raises:
+            UserError: the cache has lost the protocol since the join, or the template does not fit it.
+        """
+        state = self.states[question_id]
+        if self.policies.action(state) != "use":
+            return Joined("", "", state)
+        record = self._opened.of(self.path).get(question_id)
+        if record is None or record.protocol is None:
+            raise UserError(f"{self.path}: question {question_id} had a protocol at the start and has none now")
+        return Joined(self._render(record), record.protocol["task_type"], state)
+
+    def _render(self, record: Record) -> str:
+        from protocol_cache.render import render
+
+        assert record.protocol is not None
+        try:
+            return render(record.protocol, self.template)
+        except ValueError as error:
+            raise UserError(str(error)) from error
 
     def __str__(self) -> str:
-        total = self.passed + self.rejected + self.failed + self.missing
-        return (
-            f"{self.passed} of {total} questions have a protocol "
-            f"({self.rejected} rejected, {self.failed} failed, {self.missing} not in the cache)"
-        )
+        used = self.actions()["use"]
+        others = ", ".join(f"{count} {state}" for state, count in self.counts.items() if count and state != "joined")
+        return f"{used} of {len(self.states)} questions have a protocol" + (f" ({others})" if others else "")
 
 
-def join_protocols(path: str | Path, question_ids: Sequence[str], template: str = "compact") -> Join:
-    """Look the questions up in the cache and render what passed the gate.
+class _Stores:
+    """One read-only handle for each process and thread: SQLite's must not cross a fork, and belong to a thread."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def of(self, path: Path) -> ProtocolStore:
+        if getattr(self._local, "pid", None) != os.getpid():
+            from protocol_cache.store import ProtocolStore
+
+            self._local.store, self._local.pid = ProtocolStore(path, readonly=True), os.getpid()
+        return self._local.store
+
+    def __reduce__(self) -> Any:
+        return _Stores, ()
+
+
+class _Texts(Mapping[str, str]):
+    def __init__(self, join: Join) -> None:
+        self._join = join
+        used = {state for state in STATES if join.policies.action(state) == "use"}
+        self._ids = {qid: None for qid, state in join.states.items() if state in used}
+
+    def __getitem__(self, question_id: str) -> str:
+        if question_id not in self._ids:
+            raise KeyError(question_id)
+        return self._join.look_up(question_id).text
+
+    def __contains__(self, question_id: object) -> bool:
+        return question_id in self._ids
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ids)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+
+def join_protocols(
+    path: str | Path,
+    question_ids: Sequence[str],
+    template: str = "compact",
+    policies: JoinPolicies = JoinPolicies(),
+) -> Join:
+    """Look the questions up in the cache. The first protocols are rendered, so that a bad template is named now.
 
     Raises:
-        UserError: if the cache cannot be read, was written for another protocol schema, or the template is unknown.
+        UserError: if the cache cannot be read, a question falls under a policy of ``error`` (the first of each state
+            is named), or the template is unknown or does not fit.
     """
-    from protocol_cache.render import render
+    from protocol_cache.reviews import read_reviews
     from protocol_cache.schema import SCHEMA_VERSION
     from protocol_cache.store import ProtocolStore
 
-    ids = list(dict.fromkeys(question_ids))
+    path = Path(path)
     with ProtocolStore(path, readonly=True) as store:
-        records = store.get_many(ids)
-    texts: dict[str, str] = {}
-    task_types: dict[str, str] = {}
-    counts = {"passed": 0, "rejected": 0, "failed": 0}
-    for qid, record in records.items():
-        if record.provenance.schema_version != SCHEMA_VERSION:
-            raise UserError(
-                f"{path}: question {qid}: protocol schema {record.provenance.schema_version!r}, "
-                f"this version reads {SCHEMA_VERSION!r}; synthesize again"
-            )
-        counts[record.status] += 1
-        if record.protocol is not None:
-            task_types[qid] = record.protocol["task_type"]
-            try:
-                texts[qid] = render(record.protocol, template)
-            except ValueError as error:
-                raise UserError(str(error)) from error
-    return Join(texts, task_types, **counts, missing=len(ids) - len(records))
+        origins = store.origins()
+        reviews = read_reviews(path)
+
+    def state_of(qid: str) -> str:
+        origin = origins.get(qid)
+        if origin is None:
+            return "missing"
+        status, corpus, schema = origin
+        if status != "passed":
+            return sys.intern(status)
+        if schema != SCHEMA_VERSION:
+            return "stale_schema"
+        if policies.corpus_hash is not None and corpus != policies.corpus_hash:
+            return "stale_corpus"
+        review = reviews.get(qid)
+        if review is not None and review.verdict == "withdrawn":
+            return "withdrawn"
+        return "reviewed_bad" if review is not None and review.verdict == "bad" else "joined"
+
+    join = Join(path, template, {qid: state_of(qid) for qid in question_ids}, policies)
+    refused = {s: n for s, n in join.counts.items() if n and policies.action(s) == "error"}
+    if refused:
+        told = []
+        for state, count in refused.items():
+            first = next(qid for qid, s in join.states.items() if s == state)
+            policy = f"mapd.protocols.{STATES[state]}=error"
+            detail = _stale_detail(state, origins.get(first), policies)
+            told.append(f"{count} questions are {state}{detail} and {policy}; the first is {first}")
+        raise UserError(f"{path}: " + "; ".join(told))
+    texts = iter(join.texts)
+    for _, qid in zip(range(8), texts, strict=False):
+        join.look_up(qid)
+    return join
+
+
+def _stale_detail(state: str, origin: tuple[str, str, str] | None, policies: JoinPolicies) -> str:
+    from protocol_cache.schema import SCHEMA_VERSION
+
+    if origin is None or not state.startswith("stale"):
+        return ""
+    if state == "stale_schema":
+        return f" (protocol schema {origin[2]!r}, this version reads {SCHEMA_VERSION!r})"
+    return f" (corpus {origin[1][:12]}, the recipe's is {(policies.corpus_hash or '')[:12]})"
+
+
+def corpus_hash(source: str | None) -> str | None:
+    """The corpus hash that a recipe names: None, ``sha256:`` and 64 hex digits, or a corpus file, which is hashed.
+
+    Raises:
+        UserError: neither a hash nor a file.
+    """
+    if source is None:
+        return None
+    if source.startswith("sha256:"):
+        digits = source.removeprefix("sha256:").lower()
+        if not re.fullmatch("[0-9a-f]{64}", digits):
+            raise UserError(f"mapd.protocols.corpus: want sha256: and 64 hex digits, got {source!r}")
+        return digits
+    if not Path(source).is_file():
+        raise UserError(f"mapd.protocols.corpus: {source}: no such file (a hash is written sha256:...)")
+    with open(source, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

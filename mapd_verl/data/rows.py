@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mapd_verl.errors import UserError
+from protocol_cache.question_id import question_id
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,6 @@ def read_row(row: Mapping[str, Any], where: str) -> QuestionRow:
         UserError: naming ``where`` and the field.
     """
     from mapd_verl.agent.reward import coerce_targets
-    from protocol_cache.question_id import question_id
 
     extra = row.get("extra_info")
     extra = extra if isinstance(extra, Mapping) else {}
@@ -49,15 +49,47 @@ def read_row(row: Mapping[str, Any], where: str) -> QuestionRow:
         targets = coerce_targets(_ground_truth(row, where), f"{where}: reward_model.ground_truth.target")
     except ValueError as error:
         raise UserError(str(error)) from error
+    qid = _question_id(row, extra, question, source, where)
+    return QuestionRow(qid, question, str(extra.get("kind") or source), source, messages, tuple(targets))
+
+
+_ID_COLUMNS = ("question_id", "question", "data_source", "extra_info")
+
+
+def id_columns(names: Iterable[str]) -> list[str]:
+    """Those columns of a table that its question ids come from."""
+    present = set(names)
+    return ["question_id"] if "question_id" in present else [name for name in _ID_COLUMNS if name in present]
+
+
+def question_ids(rows: Iterable[Mapping[str, Any]], where: str) -> list[str]:
+    """The id of each row, as :func:`read_row` finds it, from the columns of :func:`id_columns` alone.
+
+    Raises:
+        UserError: naming ``where`` and the row, counted from 1.
+    """
+    found = []
+    for number, row in enumerate(rows, 1):
+        extra = row.get("extra_info")
+        extra = extra if isinstance(extra, Mapping) else {}
+        question = row.get("question") or extra.get("question") or ""
+        found.append(_question_id(row, extra, question, row.get("data_source") or "", f"{where}: row {number}"))
+    return found
+
+
+def _question_id(row: Mapping[str, Any], extra: Mapping[str, Any], question: str, source: str, where: str) -> str:
     qid = row.get("question_id") or extra.get("question_id")
     if qid is None:
         split = extra.get("split")
         if not split:
             raise UserError(f"{where}: question_id: missing, and there is no extra_info.split to make one from")
-        qid = question_id(question, source, str(split))
+        try:
+            qid = question_id(question, source, str(split))
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from error
     if not isinstance(qid, str):
         raise UserError(f"{where}: question_id: want text, got {qid!r}")
-    return QuestionRow(qid, question, str(extra.get("kind") or source), source, messages, tuple(targets))
+    return qid
 
 
 def _messages(prompt: Any, where: str) -> tuple[dict[str, str], ...]:

@@ -33,7 +33,7 @@ def privileged_contexts(
 
     if privilege not in PRIVILEGES:
         raise UserError(f"--privilege: want one of {list(PRIVILEGES)}, got {privilege!r}")
-    rendered: dict[str, str] = {}
+    rendered: Mapping[str, str] = {}
     if privilege in ("protocol", "shuffled"):
         if protocols is None:
             raise UserError(f"--privilege {privilege} needs --protocols FILE")

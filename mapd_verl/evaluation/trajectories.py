@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mapd_verl.evaluation.records import Record
@@ -82,7 +82,7 @@ def show_trajectories(run: Run, count: int, template: str = "compact") -> list[S
     ]
 
 
-def _protocols(run: Run, question_ids: Sequence[str], template: str) -> dict[str, str]:
+def _protocols(run: Run, question_ids: Sequence[str], template: str) -> Mapping[str, str]:
     if run.protocols is None:
         return {}
     from mapd_verl.data.join import join_protocols

@@ -162,6 +162,7 @@ class Stages:
         ]
         if arm.name != "grpo":
             overrides.append(f"mapd.protocols.path={layout.protocols}")
+            overrides.append(f"mapd.protocols.corpus={layout.data / 'corpus.jsonl'}")
         if self.options.steps is not None:
             overrides.append(f"trainer.total_training_steps={self.options.steps}")
         return [*overrides, *self.options.overrides]

@@ -62,3 +62,24 @@ def test_normalising_twice_changes_nothing(text: str) -> None:
 
     once = normalize_question(text)
     assert normalize_question(once) == once
+
+
+@pytest.mark.e2e
+def test_no_two_of_a_million_questions_collide() -> None:
+    """Short and long, ASCII and not, over two sources and two splits; and every bit of the id is in play."""
+    forms = ("Who was born in {}?", "where is ort {} größer", "{}", "Which of {0} and {0}1 is older?")
+    ids = {
+        question_id(form.format(i), source, split)
+        for i in range(62_500)
+        for form in forms
+        for source in ("nq", "hotpotqa")
+        for split in ("train", "test")
+    }
+    assert len(ids) == 1_000_000
+    # A 64-bit half alone would collide here with a chance of 3e-8, 32 bits with certainty.
+    assert len({qid[:16] for qid in ids}) == len({qid[16:] for qid in ids}) == 1_000_000
+    ones = [0] * 128
+    for number in (int(qid, 16) for qid, _ in zip(ids, range(20_000), strict=False)):
+        for bit in range(128):
+            ones[bit] += number >> bit & 1
+    assert all(9_500 < count < 10_500 for count in ones), "7 standard deviations around a half"

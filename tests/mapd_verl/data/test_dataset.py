@@ -6,9 +6,9 @@ import pickle
 
 import pytest
 
-from mapd_verl.data.join import join_protocols
 from mapd_verl.errors import UserError
-from protocol_cache import SCHEMA_VERSION, ProtocolStore, Provenance, Record
+from protocol_cache import SCHEMA_VERSION, ProtocolStore, Provenance, Record, question_id
+from protocol_cache.reviews import Review, protocol_digest, put_reviews
 
 PROTOCOL = {
     "schema_version": SCHEMA_VERSION,
@@ -45,24 +45,6 @@ def cache(tmp_path):
     return path
 
 
-def test_join_counts_and_renders(cache):
-    join = join_protocols(cache, ["q0", "q1", "q2", "q3", "q0"])
-    assert join.texts == {"q0": TEXT}
-    assert (join.passed, join.rejected, join.failed, join.missing) == (1, 1, 1, 1)
-    assert "1 of 4 questions have a protocol (1 rejected, 1 failed, 1 not in the cache)" in str(join)
-
-
-def test_join_refuses_what_it_cannot_read(cache, tmp_path):
-    with pytest.raises(UserError, match="no such file"):
-        join_protocols(tmp_path / "none.sqlite", ["q0"])
-    with pytest.raises(UserError, match="unknown"):
-        join_protocols(cache, ["q0"], "fancy")
-    with ProtocolStore(cache) as store:
-        store.put(record("q0", version="0"))
-    with pytest.raises(UserError, match="protocol schema '0'"):
-        join_protocols(cache, ["q0"])
-
-
 @pytest.fixture
 def train(tmp_path):
     import pyarrow as pa
@@ -91,7 +73,7 @@ def make(chat_tokenizer, tmp_path):
     return lambda *arguments, **data: _make(chat_tokenizer, tmp_path, *arguments, **data)
 
 
-def _make(tokenizer, tmp_path, files, train_files, cache=None, missing="fallback", **data):
+def _make(tokenizer, tmp_path, files, train_files, cache=None, policies=None, **data):
     pytest.importorskip("verl")
     from omegaconf import OmegaConf
 
@@ -106,7 +88,7 @@ def _make(tokenizer, tmp_path, files, train_files, cache=None, missing="fallback
                 "filter_overlong_prompts": False,
                 **data,
             },
-            "mapd": {"protocols": {"path": str(cache) if cache else None, "missing": missing}},
+            "mapd": {"protocols": {"path": str(cache) if cache else None, **(policies or {})}},
         }
     )
     return ProtocolDataset(data_files=str(files), tokenizer=tokenizer, config=config.data)
@@ -130,15 +112,47 @@ def test_it_survives_the_trip_to_a_loader_process_and_a_resume(make, train, cach
 
 
 def test_skip_drops_and_error_refuses(make, train, cache, tmp_path):
-    assert len(make(train, train, cache, "skip")) == 1
-    with pytest.raises(UserError, match="the first without is q1"):
-        make(train, train, cache, "error")
+    # q0 passed, q1 was rejected, q2 failed, q3 is not in the cache.
+    assert [r["question_id"] for r in make(train, train, cache, {"missing": "skip"})] == ["q0", "q1"]
+    assert [r["question_id"] for r in make(train, train, cache, {"rejected": "skip"})] == ["q0", "q2", "q3"]
+    assert [r["question_id"] for r in make(train, train, cache, {"missing": "skip", "rejected": "skip"})] == ["q0"]
+    with pytest.raises(UserError, match=r"1 questions are missing and mapd\.protocols\.missing=error; the first is q3"):
+        make(train, train, cache, {"missing": "error"})
     with pytest.raises(UserError, match=r"mapd\.protocols\.missing"):
-        make(train, train, cache, "ignore")
+        make(train, train, cache, {"missing": "ignore"})
+
+
+def test_a_reviewed_and_a_stale_protocol_follow_their_policies(make, train, cache, tmp_path):
+    put_reviews(cache, [Review("q0", protocol_digest(PROTOCOL), "bad", "wrong city")])
+    with ProtocolStore(cache) as store:
+        store.put(record("q3"))
+    dataset = make(train, train, cache)
+    assert [r["protocol_state"] for r in dataset] == ["reviewed_bad", "rejected", "failed", "joined"]
+    assert [r["protocol"] for r in dataset] == ["", "", "", TEXT]
+    assert [r["protocol"] for r in make(train, train, cache, {"reviewed_bad": "keep"})] == [TEXT, "", "", TEXT]
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("another")
+    with pytest.raises(UserError, match=r"2 questions are stale_corpus \(corpus hash, the recipe's is ae448ac8"):
+        make(train, train, cache, {"corpus": str(corpus)})
+    with pytest.raises(UserError, match=r"corpus\.gone: no such file"):
+        make(train, train, cache, {"corpus": str(tmp_path / "corpus.gone")})
+
+
+def test_skip_finds_ids_that_have_no_column(make, train, tmp_path):
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(train).drop_columns(["question_id"])
+    pq.write_table(table, train)
+    questions = table["question"].to_pylist()
+    path = tmp_path / "made.sqlite"
+    with ProtocolStore(path) as store:
+        store.put(record(question_id(questions[2], "geonames", "train")))
+    dataset = make(train, train, path, {"missing": "skip"})
+    assert [row["question"] for row in dataset] == [questions[2]] and dataset[0]["protocol"] == TEXT
 
 
 def test_validation_files_are_never_joined(make, train, cache, tmp_path):
-    dataset = make(train, tmp_path / "other.parquet", cache, "error")
+    dataset = make(train, tmp_path / "other.parquet", cache, {"missing": "error"})
     assert dataset.join is None and dataset[0]["protocol"] == ""
 
 

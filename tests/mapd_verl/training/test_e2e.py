@@ -5,14 +5,19 @@ from __future__ import annotations
 import fcntl
 import json
 import math
+import shutil
 import tempfile
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from mapd_verl import processes
+from mapd_verl.data.join import STATES
 from mapd_verl.launch import prepare
+from protocol_cache import ProtocolStore, question_id
+from protocol_cache.reviews import Review, protocol_digest, put_reviews
 from retrieval_server.launch import start_sidecar
 
 from . import world
@@ -101,6 +106,8 @@ def test_mapd_learns_from_protocols_and_own_rollouts(files, tmp_path):
         # Half of the questions have a protocol; the others fall back to a sibling, or to nothing.
         assert step["mapd/source/protocol"] == pytest.approx(0.5)
         assert step["mapd/source/own_rollout"] + step["mapd/source/none"] == pytest.approx(0.5)
+        assert step["mapd/protocols/joined"] == 2 and step["mapd/protocols/missing"] == 2
+        assert step["mapd/protocols/cache_joined"] == 2 and step["mapd/protocols/skipped"] == 0
         assert step["distillation/kl"] > 0
         assert step["timing_s/teacher_forward"] > 0
         assert step["distillation/kl/task_single_hop"] > 0
@@ -164,3 +171,27 @@ def test_the_controls(files, tmp_path, context):
             first, second = world.QUESTIONS[:2]
             foreign = {first: {second}, second: {first}}.get(row["question"], {first, second})
             assert any(f"the answer is {answers[question]}." in row["teacher_prompt"] for question in foreign)
+
+
+def test_the_joins_policies_reach_the_step(files, tmp_path):
+    """A question without a protocol is left out, one marked as bad falls back: each step's metrics say so."""
+    folder, _ = files
+    cache = tmp_path / "protocols.sqlite"
+    shutil.copy(folder / "protocols.sqlite", cache)
+    with ProtocolStore(cache) as store:
+        first, second = list(store)
+        assert first.protocol is not None
+        third = question_id(world.QUESTIONS[2], world.SOURCE, "train")
+        reason = "leak: plan step 1 names the answer"
+        store.put(replace(first, question_id=third, status="rejected", protocol=None, reason=reason))
+    put_reviews(cache, [Review(second.question_id, protocol_digest(second.protocol), "bad", "vague")])
+    overrides = ("mapd.protocols.missing=skip", "data.train_batch_size=3", "mapd.protocols.reviewed_bad=fallback")
+    small = ("actor_rollout_ref.actor.ppo_mini_batch_size=3",)
+    steps = run(files, tmp_path / "out", f"mapd.protocols.path={cache}", *overrides, *small)
+    assert len(steps) == 2
+    for step in steps:
+        found = {key.removeprefix("mapd/protocols/"): value for key, value in step.items() if "mapd/protocols" in key}
+        expected = dict.fromkeys(STATES, 0) | {"joined": 1, "rejected": 1, "reviewed_bad": 1}
+        of_cache = {f"cache_{state}": count for state, count in (expected | {"missing": 1}).items()}
+        assert found == expected | of_cache | {"skipped": 1}
+        assert step["mapd/source/protocol"] == pytest.approx(1 / 3)
