@@ -54,7 +54,7 @@ def check_corpus_path(path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _parse_row(line: bytes, where: str) -> tuple[str, str]:
+def parse_row(line: bytes, where: str) -> tuple[str, str]:
     """The id (as text) and the contents of one line; raises CorpusError."""
     try:
         row: Any = orjson.loads(line)
@@ -101,7 +101,7 @@ def load_corpus(path: str | os.PathLike[str], progress: Progress = lambda share:
                 if not line:
                     continue
                 where = f"{path}:{number}"
-                identifier, contents = _parse_row(line, where)
+                identifier, contents = parse_row(line, where)
                 if identifier in lines_of_ids:
                     raise CorpusError(f"{where}: id {identifier!r} is already used on line {lines_of_ids[identifier]}")
                 lines_of_ids[identifier] = number
