@@ -8,12 +8,10 @@ import gzip
 import json
 import multiprocessing
 import os
-import platform
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from ..corpus import check_corpus_path
 from ..errors import CorpusError, StartupError
 from ..tokenizer import TOKENIZER
 from . import bm25_merge, bm25_parts
-from .manifest import Manifest, facts_of
+from .manifest import Manifest, facts_of, versions
 
 #: ``(what, total)`` -> a context that yields a function to call with each piece done.
 Bar = Callable[[str, int], contextlib.AbstractContextManager[Callable[[int], None]]]
@@ -169,20 +167,30 @@ def _make_parts(options: BuildOptions, corpus: Path, plain: Path, staging: Path,
     context = multiprocessing.get_context("spawn")
     with bar("reading", total) as advance:
         advance(total - sum(piece.end - piece.start for piece, _ in missing))
-        if not missing:
+        postings = "bm25" in options.backends
+        if options.workers == 1 or len(missing) < 2:
+            for piece, path in missing:
+                try:
+                    bm25_parts.make_part(plain, piece, path, postings)
+                except bm25_parts.BadLine as fault:
+                    raise _bad_line(fault, corpus, plain, piece) from None
+                advance(piece.end - piece.start)
             return targets
         with ProcessPoolExecutor(min(options.workers, len(missing)), mp_context=context) as pool:
-            postings = "bm25" in options.backends
             work = {pool.submit(bm25_parts.make_part, plain, piece, path, postings): piece for piece, path in missing}
             try:
                 for done in as_completed(work):
                     done.result()
                     advance(work[done].end - work[done].start)
             except bm25_parts.BadLine as fault:
-                raise CorpusError(f"{corpus}:{_line(plain, work[done].start) + fault.line}: {fault.reason}") from None
+                raise _bad_line(fault, corpus, plain, work[done]) from None
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
     return targets
+
+
+def _bad_line(fault: bm25_parts.BadLine, corpus: Path, plain: Path, piece: bm25_parts.Slice) -> CorpusError:
+    return CorpusError(f"{corpus}:{_line(plain, piece.start) + fault.line}: {fault.reason}")
 
 
 def _line(path: Path, place: int) -> int:
@@ -252,12 +260,3 @@ def _seal(
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     return manifest
-
-
-def versions() -> dict[str, str]:
-    """Of this package and of what decides an index's bytes."""
-    found = {"python": platform.python_version()}
-    for name in ("mapd-verl", "numpy", "faiss-cpu", "faiss-gpu-cu12", "transformers", "torch"):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ class Dense:
         encoder: another place of the same model, if it has moved.
         gpu: search on all visible GPUs, the index sharded in fp16.
     """
+
+    #: Of the last batch.
+    encode_seconds = 0.0
 
     def __init__(self, folder: Path, settings: dict[str, Any], encoder: str | None = None, gpu: bool = False) -> None:
         import faiss
@@ -68,7 +72,9 @@ class Dense:
             return []
         pairs = list(zip(queries, topk, strict=True))
         unique = list(dict.fromkeys(queries))
+        started = time.perf_counter()
         vectors = dict(zip(unique, self._encoder.queries(unique), strict=True))
+        self.encode_seconds = time.perf_counter() - started
         done: dict[tuple[str, int], list[Hit]] = {}
         # An approximate index looks further when it is asked for more: each depth is a search of its own.
         for k in sorted(set(topk)):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -130,3 +133,12 @@ def check(folder: Path, manifest: Manifest, thorough: bool, progress: Callable[[
                 f"index {folder}: {name} holds {settings['passages']} passages, "
                 f"the corpus {manifest.corpus['rows']} rows"
             )
+
+
+def versions() -> dict[str, str]:
+    """Of this package and of what decides an index's bytes."""
+    found = {"python": platform.python_version()}
+    for name in ("mapd-verl", "numpy", "faiss-cpu", "faiss-gpu-cu12", "transformers", "torch"):
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

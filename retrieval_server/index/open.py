@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ class Backend(Protocol):
 
     def __len__(self) -> int: ...
     def info(self) -> dict[str, Any]: ...
-    def search_batch(self, queries: list[str], topk: list[int]) -> list[list[Hit]]: ...
+    def search_batch(self, queries: Sequence[str], topk: Sequence[int]) -> list[list[Hit]]: ...
     def close(self) -> None: ...
 
 
