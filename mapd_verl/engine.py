@@ -22,18 +22,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from tensordict import TensorDict
 
 from mapd_verl import head, views
-from mapd_verl.divergence import TeacherStates
+from mapd_verl.config.method import FilterConfig, TeacherConfig
+from mapd_verl.divergence import Head, TeacherStates
 from mapd_verl.errors import UserError
 from mapd_verl.loss import MapdLoss
 from mapd_verl.nan_guard import NanGuard
 from mapd_verl.objectives.base import AuxiliaryLoss
+from mapd_verl.teachers.base import Teacher
+from mapd_verl.teachers.live import Live
+from mapd_verl.token_filter import TokenFilter
 from mapd_verl.verl_seams import EngineRegistry, get_device_id, get_device_name, tensordict_utils
 
 #: Batch fields that the trainer writes before the update.
@@ -58,6 +63,9 @@ if TYPE_CHECKING:
         def forward_step(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> Any: ...
         def forward_backward_batch(self, data: TensorDict, loss_function: Any, forward_only: bool) -> Any: ...
         def get_data_parallel_size(self) -> int: ...
+        def optimizer_step(self) -> float: ...
+        def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None: ...
+        def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None: ...
 
 else:
     _Base = object
@@ -72,11 +80,17 @@ class _Plan:
     positions: torch.Tensor
     lean: bool
     loss: MapdLoss | None
-    #: What the teacher made of the tokens with a context, ``[M, H]`` (stock: their logits, ``[M, V]``), and which of
-    #: the selected tokens those are, ``[N]`` bool; None when no row has a context.
-    teacher: tuple[torch.Tensor, torch.Tensor] | None = None
+    #: What the teacher made of the tokens that it judges (stock: their logits, ``[M, V]``), and which of the selected
+    #: tokens those are, ``[N]`` bool; None when there are none.
+    teacher: tuple[Any, torch.Tensor] | None = None
     task: head.HeadTask | None = None
     teacher_seconds: float = 0.0
+
+    @property
+    def objective(self) -> AuxiliaryLoss | None:
+        """What compares both views in this forward."""
+        objective = None if self.loss is None else self.loss.objective
+        return objective if isinstance(objective, AuxiliaryLoss) else None
 
 
 class TwoViewEngine(_Base):
@@ -86,6 +100,9 @@ class TwoViewEngine(_Base):
     lean: bool = False
     #: Tokens whose logits exist at once (``mapd.objective.chunk_tokens``).
     chunk_tokens: int = 256
+    #: Whose weights read the privileged context, and which tokens they judge.
+    teacher: Teacher = Live(TeacherConfig())
+    token_filter: TokenFilter = TokenFilter(FilterConfig())
     _plan: _Plan | None = None
     _causal_only: bool = False
 
@@ -141,27 +158,25 @@ class TwoViewEngine(_Base):
             seconds = 0.0 if plan.task is None else plan.task.seconds
             if plan.task is None:
                 start = time.perf_counter()
-                model_output |= self._from_logits(output.logits, micro_batch, plan, plan.loss.objective)
+                model_output |= self._from_logits(output.logits, micro_batch, plan)
                 seconds = time.perf_counter() - start
             plan.loss.teacher_seconds, plan.loss.divergence_seconds = plan.teacher_seconds, seconds
         return model_output
 
     def _head_task(self, micro_batch: TensorDict, plan: _Plan, loss_function: Any) -> head.HeadTask:
         teacher, mask = (None, None) if plan.teacher is None else plan.teacher
-        objective = None if plan.loss is None else plan.loss.objective
+        objective = plan.objective
         return head.HeadTask(
             micro_batch,
             head.Tokens.of(micro_batch, plan.selection, mask),
             chunk_tokens=self.chunk_tokens,
-            teacher=None if teacher is None else TeacherStates(teacher),
+            teacher=teacher,
             divergence=None if objective is None else objective.of_distributions(),
             loss_function=loss_function,
             with_signals=objective is not None,
         )
 
-    def _from_logits(
-        self, logits: torch.Tensor, micro_batch: TensorDict, plan: _Plan, objective: AuxiliaryLoss
-    ) -> dict[str, torch.Tensor]:
+    def _from_logits(self, logits: torch.Tensor, micro_batch: TensorDict, plan: _Plan) -> dict[str, torch.Tensor]:
         """``mapd.forward: stock``: verl has made the logits of all positions."""
         logits = head.full(logits)
         logits = head.scaled(
@@ -169,13 +184,20 @@ class TwoViewEngine(_Base):
             head.temperature_of(micro_batch, plan.selection.rows),
         )
         return head.outputs_from_logits(
-            logits, plan.teacher, micro_batch, plan.selection, objective.of_distributions(), self.chunk_tokens
+            logits,
+            plan.teacher,
+            micro_batch,
+            plan.selection,
+            None if plan.objective is None else plan.objective.of_distributions(),
+            self.chunk_tokens,
         )
 
     # ---------------------------------------------------------------- the plan
 
     def _make_plan(self, micro_batch: TensorDict, loss_function: Any, forward_only: bool) -> _Plan | None:
         loss = loss_function if isinstance(loss_function, MapdLoss) and not forward_only else None
+        if loss is not None and not loss.objective.in_update:
+            loss = None  # the teacher has spoken before the update
         blocked = self._why_full_logits(micro_batch)
         if loss is not None and blocked:
             raise UserError(f"mapd.objective: a teacher branch does not work with {blocked}")
@@ -217,16 +239,73 @@ class TwoViewEngine(_Base):
 
     # -------------------------------------------------------------- the teacher
 
+    def optimizer_step(self) -> float:
+        grad_norm = super().optimizer_step()
+        self.teacher.after_step(self)
+        return grad_norm
+
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        super().save_checkpoint(local_path, *args, **kwargs)
+        state = self.teacher.state_dict()
+        if state is not None and local_path is not None:
+            torch.save(state, self._teacher_file(local_path))
+
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """Raises ``UserError`` where the teacher needs a state that the checkpoint lacks."""
+        if self.teacher.state_dict() is not None and local_path is not None:
+            file = self._teacher_file(local_path)
+            if not file.is_file():
+                raise UserError(f"mapd.teacher.kind={self.teacher.name}: no {file.name} in the checkpoint {local_path}")
+            self.teacher.load_state_dict(torch.load(file, weights_only=True))
+        super().load_checkpoint(local_path, *args, **kwargs)
+
+    @staticmethod
+    def _teacher_file(folder: str) -> Path:
+        ranks = torch.distributed
+        return Path(folder) / f"teacher_rank_{ranks.get_rank()}_of_{ranks.get_world_size()}.pt"
+
+    def teacher_log_probs(self, data: TensorDict, rows_at_once: int) -> torch.Tensor:
+        """The teacher's log-probabilities of the sampled tokens it judges, nested like ``responses``; 0 elsewhere.
+
+        Call inside ``eval_mode``. Every rank must have as many rows.
+
+        Raises:
+            UserError: as in the update.
+        """
+        data = data.to(get_device_id())
+        blocked = self._why_full_logits(data)
+        if blocked:
+            raise UserError(f"mapd.objective: a teacher does not work with {blocked}")
+        scored: list[torch.Tensor] = []
+        for start in range(0, len(data), rows_at_once):
+            rows = torch.arange(start, min(start + rows_at_once, len(data)))
+            micro_batch = tensordict_utils.index_select_tensor_dict(data, rows)
+            responses, selection = micro_batch["responses"], views.select_tokens(micro_batch["response_mask"])
+            made = self._teacher(micro_batch, selection, scores=True)
+            values = torch.zeros(responses.values().shape[0], device=responses.device)
+            if made is not None:
+                judged = selection.keep(made[1])
+                values[responses.offsets()[:-1][judged.rows] + judged.steps] = made[0].float().squeeze(-1)
+            scored += torch.nested.nested_tensor_from_jagged(values, responses.offsets()).unbind()
+        return views.ragged(scored)
+
     def _teacher(
-        self, micro_batch: TensorDict, selection: views.TokenSelection
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The teacher's last hidden states of the selected tokens of rows with a context (stock: logits, temperature
-        applied), and which tokens those are."""
+        self, micro_batch: TensorDict, selection: views.TokenSelection, scores: bool = False
+    ) -> tuple[Any, torch.Tensor] | None:
+        """What the teacher makes of the selected tokens that it judges, and which those are; None if it judges none.
+
+        That is :class:`TeacherStates`, or logits ``[M, V]`` with the temperature applied (``forward: stock``), or with
+        ``scores`` the log-probabilities of the sampled tokens, ``[M, 1]``.
+        """
         for name in (TEACHER_PROMPTS, SOURCE):
             if name not in micro_batch:
                 raise UserError(f"the batch lacks '{name}': train with trainer.v1.trainer_mode=mapd_sync")
         view = views.teacher_view(
-            micro_batch[TEACHER_PROMPTS], micro_batch["responses"], micro_batch[SOURCE].reshape(-1) > 0, selection
+            micro_batch[TEACHER_PROMPTS],
+            micro_batch["responses"],
+            micro_batch[SOURCE].reshape(-1) > 0,
+            selection,
+            self.token_filter.selected(micro_batch, selection) if self.token_filter else None,
         )
         if view is None:
             if self.get_data_parallel_size() > 1:
@@ -235,9 +314,20 @@ class TwoViewEngine(_Base):
                 nothing = views.TokenSelection(selection.rows[:0], selection.steps[:0])
                 self._teacher_forward(micro_batch, first, first, torch.zeros_like(first), nothing)
             return None
-        made = self._teacher_forward(micro_batch, view.prompts, view.input_ids, view.position_ids, view.selection)
-        if not self.lean:
-            made = head.scaled(made, head.temperature_of(micro_batch, view.rows[view.selection.rows]))
+        temperature = head.temperature_of(micro_batch, view.rows[view.selection.rows])
+        labels = views.take(micro_batch["responses"], selection.keep(view.mask)) if scores else None
+        made = self._teacher_forward(
+            micro_batch,
+            view.prompts,
+            view.input_ids,
+            view.position_ids,
+            view.selection,
+            None if labels is None else partial(head.label_scores, labels, temperature, self.chunk_tokens),
+        )
+        if isinstance(made, torch.Tensor) and not self.lean:
+            made = head.scaled(made, temperature)
+            if labels is not None:
+                made = torch.log_softmax(made.float(), -1).gather(-1, labels.unsqueeze(-1))
         return made, view.mask
 
     def _teacher_forward(
@@ -247,25 +337,35 @@ class TwoViewEngine(_Base):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
         selection: views.TokenSelection,
-    ) -> torch.Tensor:
-        """Last hidden states ``[M, H]`` of the teacher's view (stock: logits ``[M, V]``): current parameters, no
-        gradient, no dropout."""
+        compute: Callable[[torch.Tensor, Head], torch.Tensor] | None = None,
+    ) -> Any:
+        """The teacher's view of ``selection``: its states (stock: logits ``[M, V]``), or what ``compute`` makes of its
+        hidden states. No gradient, no dropout."""
         batch = TensorDict({"input_ids": input_ids, "position_ids": position_ids}, batch_size=[input_ids.shape[0]])
         switches = {
             key: tensordict_utils.get_non_tensor_data(data=micro_batch, key=key, default=default)
             for key, default in (("use_remove_padding", True), ("pad_token_id", 0))
         }
-        # The temperature is applied to the selected logits afterwards.
+        # The temperature is applied afterwards.
         tensordict_utils.assign_non_tensor(batch, temperature=1.0, **switches)
         positions = self._positions(micro_batch, prompts, input_ids, selection)
-        training = self.module.training
-        self.module.eval()
-        try:
-            with torch.no_grad(), self._autocast(), self._teacher_head(positions):
-                inputs, _ = self.prepare_model_inputs(batch)
-                return head.full(self.module(**inputs, use_cache=False).logits).squeeze(0)
-        finally:
-            self.module.train(training)
+        kept: list[Head] = []
+
+        def states(hidden: torch.Tensor, of: Head) -> torch.Tensor:
+            if self.teacher.head != "student":
+                kept.append(of if self.teacher.head == "own" else of.clone())
+            return hidden
+
+        with self.teacher.module(self) as module:
+            training = module.training
+            module.eval()
+            try:
+                with torch.no_grad(), self._autocast(), self._teacher_head(module, positions, compute or states):
+                    inputs, _ = self.prepare_model_inputs(batch)
+                    made = head.full(module(**inputs, use_cache=False).logits).squeeze(0)
+            finally:
+                module.train(training)
+        return TeacherStates(made, kept[0] if kept else None) if self.lean and compute is None else made
 
     def _autocast(self) -> AbstractContextManager:
         """As in verl's ``forward_step``: none for float32."""
@@ -273,12 +373,17 @@ class TwoViewEngine(_Base):
         return nullcontext() if dtype == torch.float32 else torch.autocast(device_type=get_device_name(), dtype=dtype)
 
     @contextmanager
-    def _teacher_head(self, positions: torch.Tensor) -> Iterator[None]:
+    def _teacher_head(
+        self,
+        module: torch.nn.Module,
+        positions: torch.Tensor,
+        compute: Callable[[torch.Tensor, Head], torch.Tensor],
+    ) -> Iterator[None]:
         if not self.lean:
-            with head.selected_positions(self.module, positions):
+            with head.selected_positions(module, positions):
                 yield
             return
-        with self._without_padding_mask(), head.exchanged_head(self.module, positions, lambda hidden, _: hidden):
+        with self._without_padding_mask(), head.exchanged_head(module, positions, compute):
             yield
 
     @contextmanager

@@ -237,6 +237,14 @@ class HeadTask:
         return foresee
 
 
+def label_scores(
+    labels: torch.Tensor, temperature: Any, chunk_tokens: int, hidden: torch.Tensor, head: Head
+) -> torch.Tensor:
+    """Log-probabilities of ``labels`` (``[N]``) for :func:`exchanged_head` to compute, ``[N, 1]``."""
+    statistics = head_pass(hidden, head, labels, temperature=temperature, chunk_tokens=chunk_tokens)
+    return statistics.log_prob.unsqueeze(-1)
+
+
 def outputs_from_logits(
     logits: torch.Tensor,
     teacher: tuple[torch.Tensor, torch.Tensor] | None,

@@ -9,14 +9,21 @@ import torch
 from tensordict import TensorDict
 
 from mapd_verl import insight
+from mapd_verl.config.method import FilterConfig
 from mapd_verl.objectives.base import AuxiliaryLoss
-from mapd_verl.verl_seams import AggregationType, Metric, agg_loss, no_padding_2_padding, ppo_loss
+from mapd_verl.objectives.sampled import GatedLoss
+from mapd_verl.token_filter import TokenFilter
+from mapd_verl.verl_seams import AggregationType, Metric, agg_loss, no_padding_2_padding, ppo_loss, tensordict_utils
 
 #: Key of the per-token term in the engine's model output, nested like ``input_ids``.
 DIVERGENCE = "divergence"
+#: ``T_t`` of the sampled tokens, scored before the update; a batch field nested like ``responses``, 0 without teacher.
+TEACHER_LOG_PROBS = "teacher_log_probs"
+#: Lambda at this step, where a schedule moves it; travels with the batch.
+WEIGHT = "mapd_weight"
 #: What the engine reports beside it, for the charts alone: the teacher's log-probability of the sampled token, and
 #: both views' entropies; nested like ``input_ids``.
-SIGNALS = ("teacher_log_probs", "student_entropy", "teacher_entropy")
+SIGNALS = ("teacher_log_prob", "student_entropy", "teacher_entropy")
 
 #: Raw sums that the micro-batches report; the trainer turns them into means (``metrics.py``).
 RAW = "distillation/raw/"
@@ -28,11 +35,15 @@ class MapdLoss:
     Args:
         base: verl's ``partial(ppo_loss, config=...)`` as the worker built it.
         objective: the term.
+        token_filter: which policy tokens carry it.
     """
 
-    def __init__(self, base: partial, objective: AuxiliaryLoss) -> None:
+    def __init__(
+        self, base: partial, objective: AuxiliaryLoss | GatedLoss, token_filter: TokenFilter | None = None
+    ) -> None:
         self.base = base
         self.objective = objective
+        self.token_filter = token_filter or TokenFilter(FilterConfig())
         #: Set by the engine for the micro-batch at hand.
         self.teacher_seconds = 0.0
         self.divergence_seconds = 0.0
@@ -43,57 +54,78 @@ class MapdLoss:
         """verl's loss interface.
 
         Args:
-            model_output: of the engine, with :data:`DIVERGENCE`.
-            data: the micro-batch.
+            model_output: of the engine, with :data:`DIVERGENCE` for an auxiliary loss.
+            data: the micro-batch, with :data:`TEACHER_LOG_PROBS` for a gated one, and perhaps :data:`WEIGHT`.
 
         Returns:
             the loss to differentiate (scalar), and metrics.
         """
-        loss, term, token_losses, mask, metrics = self._terms(model_output, data, dp_group)
+        loss, term, token_losses, distilled, metrics = self._terms(model_output, data, dp_group)
         metrics["distillation/loss"] = Metric(value=term, aggregation=AggregationType.SUM)
-        for name, value in self._raw_sums(token_losses.detach(), mask, data, model_output).items():
+        for name, value in self._raw_sums(token_losses.detach(), distilled, data, model_output).items():
             metrics[RAW + name] = Metric(value=value, aggregation=AggregationType.SUM)
-        return loss + self.objective.weight * term, metrics
+        return loss + self._weight(data) * term, metrics
 
     def value(self, model_output: dict[str, torch.Tensor], data: TensorDict) -> torch.Tensor:
         """The loss alone, scalar."""
         loss, term, *_ = self._terms(model_output, data, None)
-        return loss + self.objective.weight * term
+        return loss + self._weight(data) * term
 
     def _terms(
         self, model_output: dict[str, torch.Tensor], data: TensorDict, dp_group: Any
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, dict[str, Any]]:
-        """verl's loss, the objective's, both scalar; ``l_t`` and the policy's tokens, ``[B, T]``; verl's metrics."""
+        """verl's loss, the objective's, both scalar; ``l_t`` and which tokens carry it, ``[B, T]``; verl's metrics."""
         loss, metrics = self.base(model_output=model_output, data=data, dp_group=dp_group)
         mask = data["response_mask"].to_padded_tensor(0).bool()
-        token_losses = self._token_losses(model_output, data, mask)
+        has_context = data["privilege_source"].reshape(-1, 1) > 0
+        distilled = self.token_filter.padded(data, mask & has_context)
+        token_losses = self._token_losses(model_output, data, distilled)  # [B, T]
         config = self.base.keywords["config"]
         # The actor's own aggregation with the counts that verl has just put there (over the whole mini-batch
         # and all ranks), so that lambda means the same for any split. Tokens without a context count with 0.
         term = agg_loss(
             loss_mat=token_losses, loss_mask=mask, loss_agg_mode=config.loss_agg_mode, **config.global_batch_info
         )
-        return loss, term, token_losses, mask, metrics
+        return loss, term, token_losses, distilled, metrics
+
+    def _weight(self, data: TensorDict) -> float:
+        return tensordict_utils.get_non_tensor_data(data=data, key=WEIGHT, default=self.objective.weight)
 
     def _token_losses(
-        self, model_output: dict[str, torch.Tensor], data: TensorDict, mask: torch.Tensor
+        self, model_output: dict[str, torch.Tensor], data: TensorDict, distilled: torch.Tensor
     ) -> torch.Tensor:
-        """``l_t``, ``[B, T]``; 0 for tokens without a context."""
+        """``l_t``, ``[B, T]``; 0 for tokens that carry no signal."""
+        losses = self._unclipped(model_output, data, distilled)
+        clip = self.objective.config.token_clip
+        return losses if clip is None else losses.clamp(max=clip)
+
+    def _unclipped(
+        self, model_output: dict[str, torch.Tensor], data: TensorDict, distilled: torch.Tensor
+    ) -> torch.Tensor:
+        width = distilled.shape[1]
+        if isinstance(self.objective, GatedLoss):
+            teacher = data[TEACHER_LOG_PROBS].to_padded_tensor(0.0)[:, :width]
+            student = no_padding_2_padding(model_output["log_probs"], data)
+            student, teacher = (x.masked_fill(~distilled, 0.0) for x in (student, teacher))
+            return self.objective.token_losses(student, teacher)
         estimator = self.objective.sampled()
         if estimator is None:
             return no_padding_2_padding(model_output[DIVERGENCE], data)
         student, teacher = (no_padding_2_padding(model_output[name], data) for name in ("log_probs", SIGNALS[0]))
-        old = data["old_log_probs"].to_padded_tensor(0.0)[:, : mask.shape[1]]
-        distilled = mask & (data["privilege_source"].reshape(-1, 1) > 0)
+        old = data["old_log_probs"].to_padded_tensor(0.0)[:, :width]
         # Where nothing is distilled, 0 stands for all three, so that nothing overflows on its way to being masked.
         student, teacher, old = (x.masked_fill(~distilled, 0.0) for x in (student, teacher, old))
         return estimator(student, teacher.detach(), old).masked_fill(~distilled, 0.0)
 
     def _raw_sums(
-        self, token_losses: torch.Tensor, mask: torch.Tensor, data: TensorDict, model_output: dict[str, torch.Tensor]
+        self,
+        token_losses: torch.Tensor,
+        distilled: torch.Tensor,
+        data: TensorDict,
+        model_output: dict[str, torch.Tensor],
     ) -> dict[str, float]:
         """The same keys for every micro-batch."""
-        distilled = mask & (data["privilege_source"].reshape(-1, 1) > 0)
+        mask = data["response_mask"].to_padded_tensor(0).bool()
         width = mask.shape[1]
         ids = {n: data[n].to_padded_tensor(-1)[:, :width] for n in ("turn_ids", "action_ids") if n in data}
         if "task_ids" in data:

@@ -16,13 +16,16 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from mapd_verl import metrics as step_metrics
+from mapd_verl import sampled_signal
 from mapd_verl.agent.metrics import agent_metrics
 from mapd_verl.config import MapdConfig
 from mapd_verl.errors import UserError
 from mapd_verl.insight import TASKS
-from mapd_verl.objectives import make_objective
+from mapd_verl.loss import WEIGHT
+from mapd_verl.objectives import AdvantageObjective, RewardObjective, make_objective
 from mapd_verl.plugin import assert_loaded
 from mapd_verl.privilege import SOURCE_IDS, Rollout, Source, choose_contexts, make_source, privileged_prompt_ids
+from mapd_verl.schedule import factor
 from mapd_verl.trainer_watch import WatchedSteps
 from mapd_verl.verl_seams import (
     PPOTrainerColocateAsync,
@@ -52,7 +55,13 @@ if TYPE_CHECKING:
 
         def __init__(self, config: Any) -> None: ...
         def _init_resource_pool_mgr(self) -> None: ...
+
+        global_steps: int
+        total_training_steps: int
+
+        def _load_checkpoint(self) -> None: ...
         def on_init_end(self) -> None: ...
+        def _compute_advantage(self, batch: Any, metrics: dict) -> Any: ...
         def _update_actor(self, batch: Any, metrics: dict) -> Any: ...
         def _log_rollout_data(self, batch: Any, timing_raw: dict, rollout_data_dir: str) -> None: ...
         def _dump_generations(
@@ -96,9 +105,13 @@ class MapdSteps(_Base):
             if role in self.role_worker_mapping:
                 self.role_worker_mapping[role] = ray.remote(self.worker)
 
+    def _load_checkpoint(self) -> None:
+        # Before any checkpoint: a teacher may be the policy as it was before training.
+        self.actor_rollout_wg.set_mapd(self._section, str(self.config.trainer.default_local_dir))
+        super()._load_checkpoint()
+
     def on_init_end(self) -> None:
         super().on_init_end()
-        self.actor_rollout_wg.set_mapd(self._section, str(self.config.trainer.default_local_dir))
         names = dict.fromkeys((self.mapd.privilege.context, self.mapd.privilege.fallback))
         self.sources = [make_source(name, self._decode, self.mapd.privilege.success_score) for name in names]
 
@@ -112,11 +125,36 @@ class MapdSteps(_Base):
 
     # ----------------------------------------------------------------- the step
 
+    def _compute_advantage(self, batch: Any, metrics: dict) -> Any:
+        objective = self.objective
+        if not objective.needs_teacher:
+            return super()._compute_advantage(batch, metrics)
+        with marked_timer("privilege", self.timing_raw):
+            batch = self._put_contexts(batch, metrics)
+        if not objective.needs_signal:
+            return super()._compute_advantage(batch, metrics)
+        with marked_timer("teacher_log_prob", self.timing_raw):
+            batch = sampled_signal.score(
+                self.actor_rollout_wg, batch, self.config.actor_rollout_ref.rollout.temperature
+            )
+        if isinstance(objective, RewardObjective):
+            with sampled_signal.changed_rewards(batch, objective, self._weight(), self.mapd, metrics):
+                return super()._compute_advantage(batch, metrics)
+        batch = super()._compute_advantage(batch, metrics)
+        if isinstance(objective, AdvantageObjective):
+            batch = sampled_signal.change_advantages(batch, objective, self._weight(), self.mapd, metrics)
+        return batch
+
+    def _weight(self) -> float:
+        """Lambda at this step."""
+        return self.objective.weight * factor(self.mapd.schedule, self.global_steps, self.total_training_steps)
+
     def _update_actor(self, batch: Any, metrics: dict) -> Any:
         self._agent_metrics(batch, metrics)
         if self.objective.needs_teacher:
-            with marked_timer("privilege", self.timing_raw):
-                batch = self._put_contexts(batch, metrics)
+            metrics["distillation/weight"] = batch.extra_info[WEIGHT] = self._weight()
+        if self.objective.in_update and self.mapd.teacher.kind == "snapshot":
+            self.actor_rollout_wg.snapshot_teacher()
         batch = super()._update_actor(batch, metrics)
         actor = self.config.actor_rollout_ref.actor
         mini_batch = actor.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n

@@ -43,6 +43,9 @@ SEAMS: dict[str, str] = {
     "DetachActorWorker": "verl.experimental.separation.engine_workers:DetachActorWorker",
     "TrainingWorker": "verl.workers.engine_workers:TrainingWorker",
     "Dispatch": "verl.single_controller.base.decorator:Dispatch",
+    "make_nd_compute_dataproto_dispatch_fn": (
+        "verl.single_controller.base.decorator:make_nd_compute_dataproto_dispatch_fn"
+    ),
     "register_worker_method": "verl.single_controller.base.decorator:register",
     "tensordict_utils": "verl.utils.tensordict_utils:",
     "ppo_loss": "verl.workers.utils.losses:ppo_loss",

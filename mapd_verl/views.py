@@ -120,7 +120,7 @@ class TeacherView:
         prompts: nested ``[B', T_teacher]``.
         input_ids, position_ids: nested ``[B', T_teacher + T]``.
         rows: which row of the student's batch each is, ``[B']``.
-        selection: their policy tokens, in rows of this view.
+        selection: their tokens that want a teacher, in rows of this view.
         mask: which of the student's selected tokens those are, ``[N]`` bool.
     """
 
@@ -133,22 +133,29 @@ class TeacherView:
 
 
 def teacher_view(
-    teacher_prompts: torch.Tensor, responses: torch.Tensor, has_context: torch.Tensor, selection: TokenSelection
+    teacher_prompts: torch.Tensor,
+    responses: torch.Tensor,
+    has_context: torch.Tensor,
+    selection: TokenSelection,
+    wanted_tokens: torch.Tensor | None = None,
 ) -> TeacherView | None:
-    """The teacher's view of the rows with a context that have any policy token; None if there is no such row.
+    """The teacher's view of the rows with a context and a token that wants a teacher; None if there is no such row.
 
     Args:
         teacher_prompts: nested ``[B, T_teacher]``; rows without a context are not read.
         responses: nested ``[B, T]``, the same ids that the student reads.
         has_context: ``[B]`` bool.
         selection: the student's selected tokens.
+        wanted_tokens: which of them the teacher is to judge, ``[N]`` bool; None: all.
     """
+    if wanted_tokens is None:
+        wanted_tokens = torch.ones_like(selection.rows, dtype=torch.bool)
     wanted = has_context.clone()
-    wanted &= torch.bincount(selection.rows, minlength=len(wanted)) > 0
+    wanted &= torch.bincount(selection.rows[wanted_tokens], minlength=len(wanted)) > 0
     rows = wanted.nonzero().squeeze(-1)
     if len(rows) == 0:
         return None
-    mask = wanted[selection.rows]
+    mask = wanted[selection.rows] & wanted_tokens
     new_row = torch.cumsum(wanted, 0) - 1
     kept = selection.keep(mask)
     all_prompts, all_responses = teacher_prompts.unbind(), responses.unbind()

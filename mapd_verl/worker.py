@@ -6,18 +6,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from tensordict import TensorDict
+
 from mapd_verl.config import MapdConfig
 from mapd_verl.engine import register_two_view_engine
-from mapd_verl.loss import MapdLoss
-from mapd_verl.objectives import AuxiliaryLoss, make_objective
+from mapd_verl.loss import TEACHER_LOG_PROBS, MapdLoss
+from mapd_verl.objectives import AuxiliaryLoss, GatedLoss, make_objective
 from mapd_verl.plugin import assert_loaded
+from mapd_verl.teachers import make_teacher
+from mapd_verl.token_filter import TokenFilter
 from mapd_verl.verl_seams import (
     ActorRolloutRefWorker,
     DetachActorWorker,
     Dispatch,
     TrainingWorker,
     get_device_name,
+    make_nd_compute_dataproto_dispatch_fn,
     register_worker_method,
+    tensordict_utils,
 )
 
 
@@ -52,10 +59,32 @@ class MapdActorRolloutRefWorker(ActorRolloutRefWorker):
                 worker.engine.chunk_tokens = config.objective.chunk_tokens
         self.actor.engine.nan_guard = config.nan_guard
         self.actor.engine.nan_folder = Path(config.nan_guard.folder or Path(run_folder) / "nan")
-        objective = make_objective(config.objective)
-        self.actor.set_loss_fn(
-            MapdLoss(self.loss_fn, objective) if isinstance(objective, AuxiliaryLoss) else self.loss_fn
-        )
+        objective, token_filter = make_objective(config.objective), TokenFilter(config.filter)
+        if objective.needs_teacher:
+            self.actor.engine.token_filter = token_filter
+            self.actor.engine.teacher = teacher = make_teacher(config.teacher)
+            teacher.prepare(self.actor.engine)
+        if isinstance(objective, AuxiliaryLoss | GatedLoss):
+            self.actor.set_loss_fn(MapdLoss(self.loss_fn, objective, token_filter))
+        else:
+            self.actor.set_loss_fn(self.loss_fn)
+
+    @register_worker_method(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def snapshot_teacher(self) -> None:
+        """The policy is now the snapshot teacher."""
+        self.actor.engine.teacher.before_update(self.actor.engine)
+
+    @register_worker_method(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def compute_teacher_log_prob(self, data: TensorDict) -> TensorDict:
+        """``teacher_log_probs`` of the batch: the teacher's of each policy token of a row with a context, else 0.
+
+        Nested like ``responses``; the temperature is the batch's.
+        """
+        engine = self.actor.engine
+        tensordict_utils.assign_non_tensor(data, use_remove_padding=self.actor.model_config.use_remove_padding)
+        with engine.eval_mode(), torch.no_grad():
+            scored = engine.teacher_log_probs(data, self.actor.engine_config.infer_micro_batch_size_per_gpu)
+        return TensorDict({TEACHER_LOG_PROBS: scored.cpu()}, batch_size=[len(data)])
 
     @register_worker_method(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_best(self, path: str, global_step: int) -> None:

@@ -12,13 +12,24 @@ from typing import Any
 
 from mapd_verl.agent.config import AgentConfig
 from mapd_verl.config.estimators import ESTIMATORS, SAMPLED_NAMES, TOPK_OF, refusal
+from mapd_verl.config.method import FilterConfig, ScheduleConfig, TeacherConfig
 from mapd_verl.config.safety import NanGuardConfig, WatchConfig
 from mapd_verl.data.join import POLICIES, REVIEWED_POLICIES, JoinPolicies, corpus_hash
 from mapd_verl.errors import UserError
 
 #: Names of ``mapd_verl.objectives`` and of ``mapd_verl.privilege``; spelled out so that reading a recipe
 #: needs no torch. A test keeps them equal to the registries.
-OBJECTIVE_NAMES = ("none", "reverse_kl", "forward_kl", "jsd")
+OBJECTIVE_NAMES = (
+    "none",
+    "reverse_kl",
+    "forward_kl",
+    "jsd",
+    "sigmoid_gated",
+    "bounded_advantage",
+    "scaled_advantage",
+    "teacher_advantage",
+    "teacher_reward",
+)
 SOURCE_NAMES = ("none", "protocol", "own_rollout", "empty", "shuffled", "answer_only")
 FORWARDS = ("lean", "stock")
 
@@ -64,7 +75,9 @@ class ObjectiveConfig:
     """What is added to GRPO. Bad values raise ``ValueError`` naming the key."""
 
     name: str = "reverse_kl"
-    """``none`` is GRPO, ``reverse_kl`` is MAPD (and GRPO+OPSD); ``forward_kl`` and ``jsd`` are its siblings."""
+    """``none`` is GRPO, ``reverse_kl`` is MAPD (and GRPO+OPSD); ``forward_kl`` and ``jsd`` are its siblings. On the
+    sampled token: ``sigmoid_gated`` (SDAR), ``bounded_advantage`` (EviSD), ``scaled_advantage`` (RLSD),
+    ``teacher_advantage`` (Thinking Machines), ``teacher_reward`` (DGPO)."""
 
     weight: float = 0.05
     """Lambda of ``L_GRPO + lambda * L_OPSD``; 0 is GRPO exactly and skips the teacher forward. The paper
@@ -73,6 +86,15 @@ class ObjectiveConfig:
     beta: float | None = None
     """Only for ``jsd``: the teacher's weight in the mixture. By OPSD's convention 0 is ``forward_kl``, 1
     ``reverse_kl``."""
+
+    sharpness: float | None = None
+    """Only for ``sigmoid_gated`` (SDAR's gate has 5) and ``bounded_advantage`` (EviSD's tau is 5)."""
+
+    ratio_clip: float | None = None
+    """Only for ``scaled_advantage``: RLSD's e is 0.2."""
+
+    token_clip: float | None = None
+    """Nats above which a token's loss is cut, and with it its gradient; null cuts nothing (the paper's MAPD)."""
 
     clip: float | None = None
     """Upper bound of each vocabulary entry's summand, nats; null leaves them (as the paper). OPSD's later versions
@@ -101,6 +123,20 @@ class ObjectiveConfig:
             raise ValueError(f"mapd.objective.estimator.name: sampled estimates reverse_kl only, not {self.name}")
         if self.estimator.name == "sampled" and self.clip is not None:
             raise ValueError("mapd.objective.clip: sampled has no summand per vocabulary entry to clip")
+        for key, users in (
+            ("sharpness", ("sigmoid_gated", "bounded_advantage")),
+            ("ratio_clip", ("scaled_advantage",)),
+        ):
+            value = getattr(self, key)
+            if (value is not None) != (self.name in users):
+                raise ValueError(
+                    f"mapd.objective.{key}: {' and '.join(users)} need it and no other takes it, "
+                    f"got {value} for {self.name}"
+                )
+            if value is not None and not 0.0 < value < float("inf"):
+                raise ValueError(f"mapd.objective.{key}: must be a finite number > 0, got {value}")
+        if self.token_clip is not None and not 0.0 < self.token_clip < float("inf"):
+            raise ValueError(f"mapd.objective.token_clip: must be null or a finite number > 0, got {self.token_clip}")
         if self.chunk_tokens < 1:
             raise ValueError(f"mapd.objective.chunk_tokens: must be at least 1, got {self.chunk_tokens}")
 
@@ -184,6 +220,9 @@ class MapdConfig:
     """The whole section. Bad values raise ``ValueError`` naming the key."""
 
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    filter: FilterConfig = field(default_factory=FilterConfig)
     privilege: PrivilegeConfig = field(default_factory=PrivilegeConfig)
     protocols: ProtocolsConfig = field(default_factory=ProtocolsConfig)
     agent: dict[str, Any] = field(default_factory=dict)

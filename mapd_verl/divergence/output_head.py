@@ -28,6 +28,11 @@ class Head:
         bias = None if self.bias is None else self.bias.detach().to(dtype)
         return replace(self, weight=self.weight.detach().to(dtype), bias=bias)
 
+    def clone(self) -> Head:
+        """A detached copy that outlives the module's weights."""
+        bias = None if self.bias is None else self.bias.detach().clone()
+        return replace(self, weight=self.weight.detach().clone(), bias=bias)
+
     def logits_into(self, out: torch.Tensor, hidden: torch.Tensor) -> None:
         """Logits of ``hidden`` (``[n, H]``, of the weight's type) in ``out`` (``[n, V]``, float32 or wider)."""
         if out.dtype == self.weight.dtype:

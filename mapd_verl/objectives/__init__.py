@@ -4,13 +4,30 @@ from __future__ import annotations
 
 from mapd_verl.config import ObjectiveConfig
 from mapd_verl.objectives.base import AuxiliaryLoss, Objective
+from mapd_verl.objectives.bounded_advantage import BoundedAdvantage
 from mapd_verl.objectives.forward_kl import ForwardKLObjective
+from mapd_verl.objectives.gated import SigmoidGatedLoss
 from mapd_verl.objectives.jsd import JSDObjective
 from mapd_verl.objectives.none import NoObjective
 from mapd_verl.objectives.reverse_kl import ReverseKLObjective
+from mapd_verl.objectives.sampled import AdvantageObjective, GatedLoss, RewardObjective
+from mapd_verl.objectives.scaled_advantage import ScaledAdvantage
+from mapd_verl.objectives.teacher_advantage import TeacherAdvantage
+from mapd_verl.objectives.teacher_reward import TeacherReward
 
 OBJECTIVES: dict[str, type[Objective]] = {
-    objective.name: objective for objective in (NoObjective, ReverseKLObjective, ForwardKLObjective, JSDObjective)
+    objective.name: objective
+    for objective in (
+        NoObjective,
+        ReverseKLObjective,
+        ForwardKLObjective,
+        JSDObjective,
+        SigmoidGatedLoss,
+        BoundedAdvantage,
+        ScaledAdvantage,
+        TeacherAdvantage,
+        TeacherReward,
+    )
 }
 
 
@@ -19,4 +36,12 @@ def make_objective(config: ObjectiveConfig) -> Objective:
     return OBJECTIVES[config.name](config) if config.weight > 0 else NoObjective(config)
 
 
-__all__ = ["OBJECTIVES", "AuxiliaryLoss", "Objective", "make_objective"]
+__all__ = [
+    "OBJECTIVES",
+    "AdvantageObjective",
+    "AuxiliaryLoss",
+    "GatedLoss",
+    "Objective",
+    "RewardObjective",
+    "make_objective",
+]

@@ -1,9 +1,8 @@
 """The interface of objectives.
 
-An objective says what it needs to see and where it enters the update. So far everything enters as an
-auxiliary loss on both views' distributions. Signals that change the advantage (EviSD) or the reward (DGPO)
-become further subclasses of :class:`Objective` beside :class:`AuxiliaryLoss`, each with the one method that
-the trainer calls at that place.
+An objective says what it needs to see and where it enters the update: as an auxiliary loss on both views' whole
+distributions (:class:`AuxiliaryLoss`), or through the sampled token's two log-probabilities (``sampled.py``) as a
+gated loss, a change of the advantage or of the reward. Each kind has the one method that is called at that place.
 """
 
 from __future__ import annotations
@@ -22,22 +21,29 @@ class Objective(ABC):
     #: What a recipe calls it.
     name: ClassVar[str]
 
+    #: Whether the update itself runs a second, privileged forward.
+    in_update: ClassVar[bool] = False
+    #: Whether the teacher scores the sampled tokens before the update.
+    needs_signal: ClassVar[bool] = False
+
     def __init__(self, config: ObjectiveConfig) -> None:
         self.config = config
 
     @property
     def needs_teacher(self) -> bool:
-        """Whether the update runs a second, privileged forward."""
-        return isinstance(self, AuxiliaryLoss)
+        """Whether privileged contexts have to be chosen at all."""
+        return self.in_update or self.needs_signal
+
+    @property
+    def weight(self) -> float:
+        """Lambda, before any schedule."""
+        return self.config.weight
 
 
 class AuxiliaryLoss(Objective):
     """``L = L_GRPO + weight * agg_t m_t l_t``, with ``l_t`` from both views' distributions at policy tokens."""
 
-    @property
-    def weight(self) -> float:
-        """Lambda."""
-        return self.config.weight
+    in_update = True
 
     @abstractmethod
     def divergence(self) -> Divergence:

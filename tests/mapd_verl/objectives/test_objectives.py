@@ -6,6 +6,14 @@ from mapd_verl.config.schema import OBJECTIVE_NAMES
 from mapd_verl.divergence import ForwardKL, TopK, divergence_from_logits
 from mapd_verl.objectives import OBJECTIVES, AuxiliaryLoss, make_objective
 
+#: What each needs beside its weight.
+KEYS = {
+    "jsd": {"beta": 0.5},
+    "sigmoid_gated": {"sharpness": 5.0},
+    "bounded_advantage": {"sharpness": 5.0},
+    "scaled_advantage": {"ratio_clip": 0.2},
+}
+
 
 def test_the_schema_knows_the_registry():
     assert tuple(OBJECTIVES) == OBJECTIVE_NAMES
@@ -13,13 +21,12 @@ def test_the_schema_knows_the_registry():
 
 @pytest.mark.parametrize("name", OBJECTIVE_NAMES)
 def test_weight_zero_is_grpo_whatever_the_name(name):
-    config = ObjectiveConfig(name=name, weight=0.0, beta=0.5 if name == "jsd" else None)
-    assert make_objective(config).needs_teacher is False
+    assert make_objective(ObjectiveConfig(name=name, weight=0.0, **KEYS.get(name, {}))).needs_teacher is False
 
 
-@pytest.mark.parametrize("name", [n for n in OBJECTIVE_NAMES if n != "none"])
+@pytest.mark.parametrize("name", [n for n, kind in OBJECTIVES.items() if issubclass(kind, AuxiliaryLoss)])
 def test_each_objective_is_zero_at_the_teacher_and_pulls_towards_it(name):
-    objective = make_objective(ObjectiveConfig(name=name, weight=0.1, beta=0.5 if name == "jsd" else None))
+    objective = make_objective(ObjectiveConfig(name=name, weight=0.1, **KEYS.get(name, {})))
     assert isinstance(objective, AuxiliaryLoss) and objective.needs_teacher and objective.weight == 0.1
     torch.manual_seed(0)
     student, teacher = torch.randn(4, 9, requires_grad=True), torch.randn(4, 9)
