@@ -10,8 +10,9 @@ import json
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -96,6 +97,8 @@ class _Read:
     rows: list[Summary] = field(default_factory=list)
     by_id: dict[str, Summary] = field(default_factory=dict)
     reviews: dict[str, Review] = field(default_factory=dict)
+    columns: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
+    answers: dict[Filter, tuple[list[Summary], dict[str, dict[str, int]]]] = field(default_factory=dict)
     version: int = -1
     stamp: tuple[Any, ...] = ()
 
@@ -135,6 +138,8 @@ class Catalogue:
             self._held.by_id = {row.question_id: row for row in self._held.rows}
             self._held.stamp = stamp
         self._held.reviews = read_reviews(self.path)
+        self._held.columns = self._columns()
+        self._held.answers.clear()
         self._held.version = version
 
     @property
@@ -167,38 +172,56 @@ class Catalogue:
         return before, after, place + 1, len(found)
 
     def _filtered(self, wanted: Filter) -> tuple[list[Summary], dict[str, dict[str, int]]]:
+        """The rows of a filter in its order, and the facets' counts; the last few filters' are kept."""
+        held = self._held
+        if wanted not in held.answers:
+            if len(held.answers) >= 8:
+                held.answers.clear()
+            held.answers[wanted] = self._filter(wanted)
+        return held.answers[wanted]
+
+    def _filter(self, wanted: Filter) -> tuple[list[Summary], dict[str, dict[str, int]]]:
+        held = self._held
         needle = " ".join(wanted.search.casefold().split())
-        asked = {name: getattr(wanted, name) for name in FACETS}
-        counts: dict[str, Counter[str]] = {name: Counter() for name in FACETS}
-        found = []
-        for row in self._held.rows:
-            if needle and needle not in row.haystack:
-                continue
-            values = self._values(row)
-            misses = [name for name, value in asked.items() if value and value not in values[name]]
+        base = [i for i, row in enumerate(held.rows) if not needle or needle in row.haystack]
+        asked = {name: getattr(wanted, name) for name in FACETS if getattr(wanted, name)}
+
+        def passing(but: str | None = None) -> list[int]:
+            kept = base
+            for name, value in asked.items():
+                if name != but:
+                    column = held.columns[name]
+                    kept = [i for i in kept if value in column[i]]
+            return kept
+
+        found = passing()
+        facets = {}
+        for name, column in held.columns.items():
             # A facet counts what choosing another of its values would give.
-            for name in FACETS if not misses else misses if len(misses) == 1 else ():
-                counts[name].update(values[name])
-            if not misses:
-                found.append(row)
-        keys = {
+            counted = passing(but=name) if name in asked else found
+            counter = Counter(chain.from_iterable(column[i] for i in counted))
+            facets[name] = dict(sorted(counter.items()))
+        rows = [held.rows[i] for i in found]
+        keys: dict[str, Callable[[Summary], float]] = {
             "newest": lambda row: -row.created_at,
             "cost": lambda row: -(row.cost_usd or 0.0),
             "calls": lambda row: -row.calls,
         }
         if wanted.sort in keys:
-            found.sort(key=keys[wanted.sort])
-        return found, {name: dict(sorted(counter.items())) for name, counter in counts.items()}
+            rows.sort(key=keys[wanted.sort])
+        return rows, facets
 
-    def _values(self, row: Summary) -> dict[str, tuple[str, ...]]:
-        review = self._held.reviews.get(row.question_id)
+    def _columns(self) -> dict[str, list[tuple[str, ...]]]:
+        """Each facet's values of each row."""
+        rows, reviews = self._held.rows, self._held.reviews
+        marks = {qid: (review.verdict,) for qid, review in reviews.items()}
         return {
-            "status": (row.status,),
-            "variant": (row.variant,),
-            "task_type": (row.task_type,),
-            "reviewed": (review.verdict if review else NONE,),
-            "refused": row.refused or (NONE,),
-            "source": (row.source,),
+            "status": [(row.status,) for row in rows],
+            "variant": [(row.variant,) for row in rows],
+            "task_type": [(row.task_type,) for row in rows],
+            "reviewed": [marks.get(row.question_id, (NONE,)) for row in rows],
+            "refused": [row.refused or (NONE,) for row in rows],
+            "source": [(row.source,) for row in rows],
         }
 
     def _summaries(self) -> list[Summary]:

@@ -266,3 +266,12 @@ def test_the_command_line(cache: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert json.loads(capsys.readouterr().out)["records"] == 3
     assert main(["export", str(tmp_path / "none.sqlite"), str(tmp_path / "y.jsonl")]) == 2
     assert "no such file" in capsys.readouterr().err
+
+
+def test_show_and_stats_tell_the_review(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(cache), "q1"]) == 0
+    assert "reviewed: bad: wrong\ncity" in capsys.readouterr().out
+    assert main(["stats", str(cache)]) == 0
+    assert "reviewed: 1 bad" in capsys.readouterr().out
+    assert main(["stats", str(cache), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["reviews"] == {"bad": 1}
