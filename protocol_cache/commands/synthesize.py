@@ -1,0 +1,172 @@
+"""``synthesize``: a team of agents answers questions and fills a cache."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mapd_verl.errors import UserError
+from protocol_cache.commands import PROGRAM
+from protocol_cache.commands.numbers import at_least
+from protocol_cache.schema import SCHEMA_VERSION
+from protocol_cache.store import ProtocolStore, Provenance
+
+if TYPE_CHECKING:
+    from protocol_cache.prompts import Prompts
+    from protocol_cache.synthesis.run import Plan, Tally
+    from protocol_cache.synthesis.state import Limits
+
+
+def add(commands: Any) -> None:
+    """Its parser."""
+    make = commands.add_parser("synthesize", help="answer questions with a team of agents and keep their protocols")
+    make.add_argument("--questions", required=True, help="Search-R1 .parquet or .jsonl")
+    make.add_argument("--out", required=True, help="the cache, an SQLite file; a second run goes on where it stopped")
+    make.add_argument("--retriever", required=True, action="append", metavar="URL", help="repeat for several")
+    make.add_argument("--model", required=True, help="LiteLLM's name, as in openai/NAME or anthropic/NAME")
+    make.add_argument("--api-base", help="URL of an OpenAI-compatible server (default: the provider's own)")
+    make.add_argument("--api-key-env", help="environment variable with the key (default: LiteLLM's for the provider)")
+    make.add_argument("--concurrency", type=at_least(1), default=16, help="questions, and model requests, at once")
+    make.add_argument("--limit", type=at_least(1), help="only the first so many rows")
+    make.add_argument("--topk", type=at_least(1), default=3, help="passages a search")
+    make.add_argument("--max-repairs", type=at_least(0), default=2, help="repairs after a wrong answer")
+    make.add_argument("--max-rounds", type=at_least(1), default=2, help="rounds of decomposition between two checks")
+    make.add_argument("--max-queries", type=at_least(1), default=3, help="searches of one searcher")
+    make.add_argument("--max-subtasks", type=at_least(1), default=4, help="sub-tasks of one decomposition")
+    make.add_argument("--timeout", type=float, default=120.0, help="seconds for one model request")
+    make.add_argument("--max-tokens", type=at_least(16), default=2048, help="tokens of one reply")
+    make.add_argument("--temperature", type=float, default=0.0)
+    make.add_argument(
+        "--price", type=float, nargs=2, metavar=("IN", "OUT"), help="dollars a million tokens, for unlisted models"
+    )
+    make.add_argument("--prompts", default="v1", help="a shipped version, or a folder with the same file names")
+    make.add_argument("--corpus", help="the corpus file behind the retriever; its SHA-256 is kept as provenance")
+    make.add_argument("--retry-rejected", action="store_true", help="try questions again that the gate rejected")
+    make.set_defaults(run=_synthesize)
+
+
+def _synthesize(options: argparse.Namespace) -> int:
+    from protocol_cache.prompts import Prompts
+    from protocol_cache.synthesis.questions import read_questions
+    from protocol_cache.synthesis.run import plan_run
+    from protocol_cache.synthesis.state import Limits
+
+    if options.timeout <= 0:
+        raise UserError(f"--timeout: must be above 0 seconds, got {options.timeout}")
+    questions = read_questions(options.questions, options.limit)
+    limits = Limits(
+        subtasks=options.max_subtasks,
+        rounds=options.max_rounds,
+        queries=options.max_queries,
+        repairs=options.max_repairs,
+        topk=options.topk,
+    )
+    try:
+        prompts = Prompts(options.prompts)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    provenance = Provenance(options.model, prompts.version, _corpus_hash(options.corpus), SCHEMA_VERSION)
+    # SIGTERM ends a run like Ctrl-C.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with ProtocolStore(options.out) as store:
+        plan = plan_run(questions, store, provenance, ("rejected",) if options.retry_rejected else ())
+        finished = f", {plan.finished} were finished already" if plan.finished else ""
+        if plan.stale:
+            print(f"{PROGRAM}: note: {plan.stale} records are of another corpus or schema, made anew", file=sys.stderr)
+        if not plan.todo:
+            print(f"{options.out}: nothing to do{finished}")
+            return 0
+        try:
+            tally = asyncio.run(_run(options, plan, store, prompts, limits, provenance))
+        except KeyboardInterrupt:
+            print(f"\n{options.out}: {len(store)} questions are kept; the same command goes on", file=sys.stderr)
+            raise
+    rate = tally.done / tally.seconds
+    rejected = f"{tally.outcomes['rejected']} rejected"
+    seconds = f"{tally.seconds:.1f} s ({rate:.1f}/s)"
+    print(f"{options.out}: {tally.done} questions in {seconds}: {_progress(tally)}, {rejected}{finished}")
+    for reason, count in tally.reasons.most_common(5):
+        print(f"  {count} x {reason}")
+    if tally.outcomes["failed"] == tally.done:
+        raise UserError(f"all {tally.done} questions failed, most often: {tally.reasons.most_common(1)[0][0]}")
+    return 0
+
+
+async def _run(
+    options: argparse.Namespace,
+    plan: Plan,
+    store: ProtocolStore,
+    prompts: Prompts,
+    limits: Limits,
+    provenance: Provenance,
+) -> Tally:
+    from tqdm import tqdm
+
+    from protocol_cache.synthesis.llm import Teacher, TeacherConfig
+    from protocol_cache.synthesis.pipeline import Team
+    from protocol_cache.synthesis.run import check_retriever, check_teacher, synthesize
+    from retrieval_server.client import RetrievalClient
+
+    try:
+        retriever = RetrievalClient(options.retriever, topk=limits.topk)
+    except ValueError as error:
+        raise UserError(f"--retriever: {error}") from error
+    config = TeacherConfig(
+        model=options.model,
+        api_base=options.api_base,
+        api_key_env=options.api_key_env,
+        timeout=options.timeout,
+        concurrency=options.concurrency,
+        temperature=options.temperature,
+        max_tokens=options.max_tokens,
+        prices=tuple(options.price) if options.price else None,
+    )
+    async with retriever:
+        await check_retriever(retriever)
+        await check_teacher(config)
+        teacher = Teacher(config, prompts)
+        interactive = sys.stderr.isatty()
+        bar = tqdm(
+            total=len(plan.todo),
+            unit="q",
+            desc="synthesize",
+            mininterval=0.5 if interactive else 15.0,
+            dynamic_ncols=interactive,
+        )
+
+        def show(tally: Tally) -> None:
+            bar.set_postfix_str(_progress(tally), refresh=False)
+            bar.update()
+
+        team = Team(teacher, retriever, limits)
+        try:
+            with bar:
+                return await synthesize(plan.todo, store, team, provenance, options.concurrency, show)
+        finally:
+            await teacher.close()
+
+
+def _progress(tally: Tally) -> str:
+    passed = tally.outcomes["passed"] / tally.done if tally.done else 0.0
+    cost = "price unknown" if tally.cost_usd is None else f"${tally.cost_usd:.2f}"
+    text = f"{passed:.1%} passed, {tally.calls / max(1, tally.done):.1f} calls/q, {cost}"
+    return text + (f", {tally.outcomes['failed']} failed" if tally.outcomes["failed"] else "")
+
+
+def _corpus_hash(path: str | None) -> str:
+    """SHA-256 of the corpus file, or "unknown" where none was named."""
+    import hashlib
+
+    from protocol_cache.synthesis.run import UNKNOWN_CORPUS
+
+    if path is None:
+        print(f"{PROGRAM}: note: without --corpus the cache can't say which corpus it belongs to", file=sys.stderr)
+        return UNKNOWN_CORPUS
+    if not Path(path).is_file():
+        raise UserError(f"--corpus {path}: no such file")
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,46 @@
+"""Atomic files: whole or not there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from protocol_cache.exchange.entry import ExchangeError
+from protocol_cache.store import ProtocolStore
+
+
+@contextmanager
+def replacing(path: Path, overwrite: bool = False) -> Iterator[Path]:
+    """A temporary path beside ``path``; it takes its place when the block ends well, and goes when it does not.
+
+    Raises:
+        ExchangeError: ``path`` exists (unless ``overwrite``), or its folder does not.
+    """
+    if not path.parent.is_dir():
+        raise ExchangeError(f"{path}: the folder {path.parent} does not exist")
+    if path.exists() and not overwrite:
+        raise ExchangeError(f"{path}: exists already (--overwrite replaces it)")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        with partial.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(partial, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    finally:
+        for left in (partial, *(partial.with_name(partial.name + end) for end in ("-wal", "-shm", "-journal"))):
+            left.unlink(missing_ok=True)
+
+
+class FillingStore(ProtocolStore):
+    """A new cache that is filled in one go, under a temporary name: no single commit has to be on the disk."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._db.execute("PRAGMA synchronous = OFF")
