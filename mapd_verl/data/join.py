@@ -111,7 +111,7 @@ class Join:
         record = self._opened.of(self.path).get(question_id)
         if record is None or record.protocol is None:
             raise UserError(f"{self.path}: question {question_id} had a protocol at the start and has none now")
-        return Joined(self._render(record), record.protocol["task_type"], state)
+        return Joined(self._render(record), record.protocol.get("task_type", ""), state)
 
     def _render(self, record: Record) -> str:
         from protocol_cache.render import render

@@ -105,21 +105,22 @@ def _record_problems(
         return [*problems, ("schema", problem)]
     stored = _stored_passages(entry)
     passages = corpus if corpus is not None else stored
-    if passages is not None:
+    if passages is not None and "grounding_facts" in protocol:
         found.checked["grounding"] += 1
         if problem := grounding_problem(protocol, passages):
             problems.append(("grounding", problem))
     gold = golds.get(record.question_id)
     succeeded = protocol["variant"] == "succeeded"
+    plan = protocol.get("reasoning_plan", [])
     if gold is not None and succeeded:
         found.checked["exact_match"] += 1
         if not gold.matches(protocol["answer"]):
             problems.append(("exact_match", "the answer is not the verified one"))
     if gold is None and succeeded:
         gold = Gold([protocol["answer"]])
-    if gold is not None:
+    if gold is not None and plan:
         found.checked["leak"] += 1
-        for number, step in enumerate(protocol["reasoning_plan"], start=1):
+        for number, step in enumerate(plan, start=1):
             if gold.leaks_into(step, record.question):
                 problems.append(("leak", f"plan step {number} names the answer"))
                 break
@@ -136,7 +137,7 @@ def _named_passages(cache: str | Path) -> set[str]:
         fact["passage_id"]
         for entry in entries(cache, logs=False)
         if entry.record.protocol
-        for fact in entry.record.protocol["grounding_facts"]
+        for fact in entry.record.protocol.get("grounding_facts", [])
     }
 
 

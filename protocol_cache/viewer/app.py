@@ -31,6 +31,9 @@ _HEADERS = {
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+#: A protocol's fields that its page has a form for; any other (a control's trajectory) is shown as it is.
+_KNOWN = {"schema_version", "variant", "task_type", "reasoning_plan", "grounding_facts", "partial_findings", "answer"}
+_KNOWN |= {"answer_grounded"}
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 #: Bytes of a review's form: a note of NOTE_LIMIT characters in percent encoding, and then some.
 BODY_LIMIT = 12 * NOTE_LIMIT + 4096
@@ -109,6 +112,7 @@ def make_app(cache: str | Path, readonly: bool = False) -> FastAPI:
             record=record,
             candidates=candidates,
             facts=facts,
+            others={k: v for k, v in (record.protocol or {}).items() if k not in _KNOWN},
             passages=passages,
             steps=steps(log, passages),
             has_log=log is not None,

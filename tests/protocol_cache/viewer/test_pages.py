@@ -238,6 +238,15 @@ def test_a_read_only_viewer_takes_no_review(cache: Path) -> None:
     assert browser.post("/review", data={"id": "q00000"}).status_code == 403
 
 
+def test_a_protocol_of_another_kind_is_shown_as_it_is(cache: Path) -> None:
+    """Caches of the ablations hold no plan and no facts."""
+    with ProtocolStore(cache) as store:
+        made = {"variant": "raw", "task_type": "multi_hop", "trajectory": ["Searched <b>X</b>."], "answer": "Z"}
+        store.put(record("raw", made))
+    page = Browser(cache).get("/protocol?id=raw").text
+    assert "Searched &lt;b&gt;X&lt;/b&gt;." in page and "<h2>Plan</h2>" not in page
+
+
 def test_another_processs_records_appear(cache: Path) -> None:
     catalogue = Catalogue(cache)
     catalogue.refresh()
