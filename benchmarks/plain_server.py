@@ -33,6 +33,7 @@ class BM25:
         self._retriever.scores["num_docs"] = len(np.load(folder / "starts.npy"))
         self._retriever.vocab_dict = {words._token(i).decode("utf-8", "surrogatepass"): i for i in range(len(words))}
         self._retriever.unique_token_ids_set = set(self._retriever.vocab_dict.values())
+        self._retriever.nonoccurrence_array = None
         self._retriever.activate_numba_scorer()
 
     def search(self, query: str, topk: int) -> tuple[list[int], list[float]]:

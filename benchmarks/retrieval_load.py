@@ -115,10 +115,11 @@ def overload(articles: list, index: Path, backend: str, extra: list[str], second
         calm = open_loop(url, take(20_000), capacity / 5, seconds)
         full = open_loop(url, take(100_000), 2 * capacity, seconds)
     refused = sorted(full.refused) or [float("nan")]
+    low, high = calm.quantile(0.99), full.quantile(0.99)
     print(
-        f"\n{backend} {' '.join(extra)}: capacity {capacity:.0f}/s; p99 at a fifth {calm.quantile(0.99):.1f} ms, "
-        f"at twice {full.quantile(0.99):.1f} ms (x{full.quantile(0.99) / calm.quantile(0.99):.1f}) with {full.rate:.0f}/s "
-        f"accepted and {len(full.refused)} refused, p99 of a refusal {1e3 * refused[int(0.99 * len(refused))]:.1f} ms"
+        f"\n{backend} {' '.join(extra)}: capacity {capacity:.0f}/s; p99 at a fifth {low:.1f} ms, "
+        f"at twice {high:.1f} ms (x{high / low:.1f}) with {full.rate:.0f}/s accepted and "
+        f"{len(full.refused)} refused, p99 of a refusal {1e3 * refused[int(0.99 * len(refused))]:.1f} ms"
     )
 
 
