@@ -43,7 +43,8 @@ def requests_of(queries: Sequence[str], topk: int = 3) -> list[bytes]:
     made = []
     for query in queries:
         body = json.dumps({"queries": [query], "topk": topk, "return_scores": True}).encode()
-        made.append(b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        head = b"POST /retrieve HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+        made.append(head % len(body) + body)
     return made
 
 

@@ -14,7 +14,17 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+
+class Request(BaseModel):
+    """As such servers declare it."""
+
+    queries: list[str]
+    topk: int | None = None
+    return_scores: bool = False
 
 
 class BM25:
@@ -75,7 +85,6 @@ def main() -> None:
     """Serve on a loopback port until killed."""
     import uvicorn
     from fastapi import FastAPI
-    from pydantic import BaseModel
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--index", type=Path, required=True)
@@ -89,11 +98,6 @@ def main() -> None:
     retriever.search("warm up", 3)
     lock = threading.Lock()
     app = FastAPI()
-
-    class Request(BaseModel):
-        queries: list[str]
-        topk: int | None = None
-        return_scores: bool = False
 
     @app.post("/retrieve")
     def retrieve(request: Request) -> dict[str, Any]:

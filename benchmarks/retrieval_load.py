@@ -1,14 +1,16 @@
 """``python benchmarks/retrieval_load.py --text FILE [--encoder MODEL]``: our server and a plain one, in turn.
 
-Both serve the same index of 100,000 passages (``passages.py``); rounds alternate between them, medians and their ratios
-are printed. Two workloads: every query different, and as rollouts ask (each query eight times, as a GRPO group's first
-searches do). Then overload: the rate that a closed loop reaches is asked for twice over in an open loop, and the p99
-of accepted requests is compared with that at a fifth of the rate. ``--soak MINUTES`` watches memory under load.
+Both serve the same index of 100,000 passages (``passages.py``; vectors: ``write_vectors``); rounds alternate between
+them, medians and their ratios are printed. Two workloads: every query different, and as rollouts ask (each query eight
+times, as a GRPO group's first searches do). ``--overload``: the rate that a closed loop reaches is asked for twice over
+in an open loop, and the p99 of accepted requests is compared with that at a fifth of the rate. ``--soak MINUTES``
+watches memory under load.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import socket
@@ -75,6 +77,30 @@ def workloads(articles: list, seed: int, count: int) -> dict[str, list[bytes]]:
     for block in blocks:
         chooser.shuffle(block)
     return {"different": requests_of(different), "groups of 8": requests_of([q for block in blocks for q in block])}
+
+
+def write_vectors(corpus: Path, encoder: str, count: int, path: Path, real: int = 500) -> None:
+    """A flat index of ``count`` vectors: ``real`` passages encoded, the others those with noise.
+
+    Encoding 100,000 passages takes hours on two cores, and a flat search costs the same whatever the vectors are.
+    """
+    import itertools
+
+    import faiss
+    import numpy as np
+
+    from retrieval_server.index.encoder import Encoder
+
+    with corpus.open(encoding="utf-8") as file:
+        texts = [json.loads(line)["contents"] for line in itertools.islice(file, real)]
+    some = Encoder(encoder).passages(texts)
+    g = np.random.default_rng(0)
+    vectors = np.tile(some, (count // real + 1, 1))[:count]
+    vectors[real:] += 0.05 * g.standard_normal(vectors[real:].shape, np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    index = faiss.IndexFlatIP(vectors.shape[1])
+    index.add(vectors)
+    faiss.write_index(index, str(path))
 
 
 def paired(articles: list, index: Path, backend: str, rounds: int, seconds: float) -> None:
@@ -159,9 +185,15 @@ def main() -> None:
     for backend in [b for b in arguments.backends if b == "bm25" or arguments.encoder]:
         index = folder / f"{arguments.passages}-{backend}"
         if not index.exists():
-            extra = [] if backend == "bm25" else ["--encoder", arguments.encoder]
-            command = ["-m", "retrieval_server", "build", "--corpus", str(corpus), "--index", str(index)]
-            subprocess.run([sys.executable, *command, "--backend", backend, *extra], check=True, cwd=ROOT)
+            command = ["-m", "retrieval_server", "build"]
+            if backend == "dense":
+                vectors = folder / f"{arguments.passages}.faiss"
+                write_vectors(corpus, arguments.encoder, arguments.passages, vectors)
+                command = ["-m", "retrieval_server", "import", "--faiss-index", str(vectors)]
+                command += ["--encoder", arguments.encoder]
+            subprocess.run(
+                [sys.executable, *command, "--corpus", str(corpus), "--index", str(index)], check=True, cwd=ROOT
+            )
         if arguments.soak:
             soak(articles, index, arguments.soak)
         elif arguments.overload:

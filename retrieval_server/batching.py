@@ -64,8 +64,12 @@ class Batcher:
         self._arrived = asyncio.Event()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="retriever")
 
-    async def search(self, queries: list[str], topk: int) -> list[list[Hit]]:
-        """Hits for each query; raises ApiError 429 with ``Retry-After`` when too much waits already."""
+    def submit(self, queries: list[str], topk: int) -> asyncio.Future[list[list[Hit]]]:
+        """Hits for each query, later; cancelled before its batch begins, a job is never searched.
+
+        Raises:
+            ApiError: 429 with ``Retry-After`` when too much waits already.
+        """
         if self._pending and self._pending + len(queries) > self._max_pending:
             wait = math.ceil(self._pending / self._queries_per_second)
             raise ApiError(
@@ -76,12 +80,14 @@ class Batcher:
             )
         job = _Job(queries, topk, asyncio.get_running_loop().create_future())
         self._count(len(queries))
+        job.done.add_done_callback(lambda _: self._count(-len(queries)))
         self._jobs.append(job)
         self._arrived.set()
-        try:
-            return await job.done
-        finally:
-            self._count(-len(queries))
+        return job.done
+
+    async def search(self, queries: list[str], topk: int) -> list[list[Hit]]:
+        """:meth:`submit` and wait."""
+        return await self.submit(queries, topk)
 
     def _count(self, queries: int) -> None:
         self._pending += queries

@@ -8,83 +8,75 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from .bm25 import Hit
 
 if TYPE_CHECKING:
     from .telemetry import Telemetry
 
-Search = Callable[[list[str], int], Coroutine[Any, Any, list[list[Hit]]]]
+#: Starts a search; may raise at once.
+Submit = Callable[[list[str], int], "asyncio.Future[list[list[Hit]]]"]
 
 
 class QueryCache:
     """Belongs to one event loop.
 
     Args:
-        search: answers what isn't here; its errors go to everyone who waits for them and are not kept.
+        submit: answers what isn't here; its errors go to everyone who waits for them and are not kept.
         size: entries kept, least recently asked dropped first; 0 keeps none.
     """
 
-    def __init__(self, search: Search, size: int, telemetry: Telemetry | None = None) -> None:
-        self._search = search
+    def __init__(self, submit: Submit, size: int, telemetry: Telemetry | None = None) -> None:
+        self._submit = submit
         self._size = size
         self._telemetry = telemetry
         self._kept: OrderedDict[tuple[str, int], list[Hit]] = OrderedDict()
-        self._flying: dict[tuple[str, int], asyncio.Future[list[Hit]]] = {}
+        #: Query and topk -> the search that is under way, and the query's place in it.
+        self._flying: dict[tuple[str, int], tuple[asyncio.Future[list[list[Hit]]], int]] = {}
 
     async def search(self, queries: list[str], topk: int) -> list[list[Hit]]:
-        """Hits for each query, as ``search`` gives them."""
+        """Hits for each query, as ``submit`` gives them."""
         found: dict[str, list[Hit]] = {}
-        joined: dict[str, asyncio.Future[list[Hit]]] = {}
+        awaited: dict[str, tuple[asyncio.Future[list[list[Hit]]], int]] = {}
         asked: list[str] = []
-        hits = 0
         for query in dict.fromkeys(queries):
             key = (query, topk)
-            if key in self._kept:
+            hits = self._kept.get(key)
+            if hits is not None:
                 self._kept.move_to_end(key)
-                found[query] = self._kept[key]
-                hits += 1
+                found[query] = hits
             elif key in self._flying:
-                joined[query] = self._flying[key]
+                awaited[query] = self._flying[key]
             else:
                 asked.append(query)
         if self._telemetry is not None:
             self._telemetry.queries.inc(len(queries))
-            self._telemetry.cache_hits.inc(hits)
-            self._telemetry.shared.inc(len(queries) - hits - len(asked))
+            self._telemetry.cache_hits.inc(len(found))
+            self._telemetry.shared.inc(len(queries) - len(found) - len(asked))
         if asked:
-            found |= await self._ask(asked, topk)
-        for query, future in joined.items():
-            # Shielded: the one who asked first may be cancelled, and so may we.
-            found[query] = await asyncio.shield(future)
+            awaited |= self._ask(asked, topk)
+        for query, (future, place) in awaited.items():
+            # Shielded: others wait for the same search, and whoever began it may be cancelled.
+            found[query] = (await asyncio.shield(future))[place]
         return [found[query] for query in queries]
 
-    async def _ask(self, queries: list[str], topk: int) -> dict[str, list[Hit]]:
-        loop = asyncio.get_running_loop()
-        futures = {query: loop.create_future() for query in queries}
-        self._flying |= {(query, topk): future for query, future in futures.items()}
-        task: asyncio.Task[list[list[Hit]]] = loop.create_task(self._search(queries, topk))
+    def _ask(self, queries: list[str], topk: int) -> dict[str, tuple[asyncio.Future[list[list[Hit]]], int]]:
+        future = self._submit(queries, topk)
+        flights = {query: (future, place) for place, query in enumerate(queries)}
+        for query, flight in flights.items():
+            self._flying[query, topk] = flight
 
-        def settle(done: asyncio.Task[list[list[Hit]]]) -> None:
-            for place, (query, future) in enumerate(futures.items()):
+        def landed(done: asyncio.Future[list[list[Hit]]]) -> None:
+            for query in queries:
                 del self._flying[query, topk]
-                if done.cancelled():
-                    future.cancel()
-                elif done.exception() is not None:
-                    future.set_exception(done.exception())  # type: ignore[arg-type]  # it is not None
-                    future.exception()  # nobody has to be waiting
-                else:
-                    future.set_result(done.result()[place])
-                    self._keep((query, topk), done.result()[place])
+            # exception() also marks it as seen: nobody has to be waiting.
+            if not done.cancelled() and done.exception() is None and self._size:
+                for query, hits in zip(queries, done.result(), strict=True):
+                    self._kept[query, topk] = hits
+                while len(self._kept) > self._size:
+                    self._kept.popitem(last=False)
 
-        task.add_done_callback(settle)
-        answers = await asyncio.shield(task)
-        return dict(zip(queries, answers, strict=True))
-
-    def _keep(self, key: tuple[str, int], hits: list[Hit]) -> None:
-        if self._size:
-            self._kept[key] = hits
-            if len(self._kept) > self._size:
-                self._kept.popitem(last=False)
+        future.add_done_callback(landed)
+        return flights

@@ -95,13 +95,45 @@ def _clean(value: Any, max_chars: int) -> Any:
     return _LONE_SURROGATES.sub("\ufffd", value[:max_chars]) if isinstance(value, str) else value
 
 
-def parse_request(body: bytes, limits: Limits) -> RetrieveRequest:
+@dataclass(frozen=True)
+class Wanted:
+    """A request as it is searched."""
+
+    queries: list[str]
+    topk: int | None
+    return_scores: bool
+
+
+def parse_request(body: bytes, limits: Limits) -> Wanted:
     """Read a ``/retrieve`` body; raises ApiError 400 for what is not JSON and 422 for what is not a request."""
+    return _plain_request(body, limits) or _any_request(body, limits)
+
+
+def _plain_request(body: bytes, limits: Limits) -> Wanted | None:
+    """What nearly every client sends, read without a schema; None for all else, which the schema judges."""
+    try:
+        data = orjson.loads(body)
+    except ValueError:
+        return None
+    if type(data) is not dict or data.get("query") is not None:
+        return None
+    queries, topk, scores = data.get("queries"), data.get("topk"), data.get("return_scores", False)
+    if type(queries) is not list or len(queries) > limits.max_queries or type(scores) is not bool:
+        return None
+    if topk is not None and (type(topk) is not int or topk < 0):
+        return None
+    if any(type(query) is not str or len(query) > limits.max_query_chars for query in queries):
+        return None
+    return Wanted(queries, topk, scores)
+
+
+def _any_request(body: bytes, limits: Limits) -> Wanted:
     data = _parse_json(body)
     if isinstance(data, dict):
         _check_queries(data, limits)
         data["query"] = _clean(data.get("query"), limits.max_query_chars)
-    return _validate(RetrieveRequest, data)
+    request = _validate(RetrieveRequest, data)
+    return Wanted(request.queries, request.topk, request.return_scores)
 
 
 def parse_rerank(body: bytes, limits: Limits) -> RerankRequest:

@@ -185,14 +185,17 @@ async def test_the_cache_keeps_answers_not_errors_and_survives_a_cancelled_asker
     calls: list[list[str]] = []
     gate = asyncio.Event()
 
-    async def search(queries: list[str], topk: int) -> list[list[Hit]]:
+    def submit(queries: list[str], topk: int) -> asyncio.Future[list[list[Hit]]]:
         calls.append(queries)
+        return asyncio.ensure_future(search(queries, topk))
+
+    async def search(queries: list[str], topk: int) -> list[list[Hit]]:
         await gate.wait()
         if "bad" in queries:
             raise ApiError(429, "overloaded", "full")
         return [[(len(query), float(topk))] for query in queries]
 
-    cache = QueryCache(search, 2)
+    cache = QueryCache(submit, 2)
     first = asyncio.create_task(cache.search(["a", "bb", "a"], 1))
     await asyncio.sleep(0)
     second = asyncio.create_task(cache.search(["bb", "ccc"], 1))
