@@ -1,14 +1,13 @@
-"""``python benchmarks/retrieval_build.py --text FILE --passages N --folder DIR``: what a BM25 index of N passages costs.
+"""``python benchmarks/retrieval_build.py --text FILE --passages N --folder DIR``: what a BM25 index of N costs.
 
-Builds it from ``passages.py``'s text, then serves it: seconds and bytes a passage, resident memory, latency of one search
-after another. Prints the sum for wiki-18 (21,015,324 passages) from the same bytes a passage.
+Builds it from ``passages.py``'s text, then serves it: seconds and bytes a passage, resident memory, latency of one
+search after another. Prints the sum for wiki-18 (21,015,324 passages) from the same bytes a passage.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -68,7 +67,8 @@ def main() -> None:
     size = sum(file["bytes"] for file in facts["files"].values())
     counts = facts["backends"]["bm25"]
     print(
-        f"index: {size / n:.0f} bytes a passage; {counts['tokens']} tokens, {counts['postings'] / n:.1f} postings a passage"
+        f"index: {size / n:.0f} bytes a passage; {counts['tokens']} tokens, "
+        f"{counts['postings'] / n:.1f} postings a passage"
     )
     port = free_port()
     started = time.perf_counter()
