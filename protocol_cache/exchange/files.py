@@ -31,6 +31,9 @@ def replacing(path: Path, overwrite: bool = False) -> Iterator[Path]:
         yield partial
         with partial.open("rb") as written:
             os.fsync(written.fileno())
+        # The log of a cache that stood here, left by a killed writer, would be replayed into the new one.
+        for end in ("-wal", "-shm"):
+            path.with_name(path.name + end).unlink(missing_ok=True)
         os.replace(partial, path)
         folder = os.open(path.parent, os.O_RDONLY)
         try:
@@ -38,11 +41,8 @@ def replacing(path: Path, overwrite: bool = False) -> Iterator[Path]:
         finally:
             os.close(folder)
     finally:
-        for left in (
-            partial,
-            *(partial.with_name(partial.name + end) for end in ("-wal", "-shm", "-journal", ".body")),
-        ):
-            left.unlink(missing_ok=True)
+        for end in ("", *_SIDE_FILES):
+            partial.with_name(partial.name + end).unlink(missing_ok=True)
 
 
 def _sweep(path: Path) -> None:

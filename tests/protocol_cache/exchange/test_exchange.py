@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -289,6 +290,19 @@ def test_what_a_person_withdrew_can_stay_behind(cache: Path, tmp_path: Path) -> 
     assert diff(cache, tmp_path / "y.sqlite").only_first == ["q1"]
 
 
+def test_the_log_of_a_replaced_cache_is_not_replayed(cache: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.sqlite"
+    with ProtocolStore(tmp_path / "live.sqlite") as store:
+        for i in range(50):
+            store.put(record(f"old{i}", SUCCEEDED))
+        for end in ("", "-wal"):  # as a killed writer leaves them
+            shutil.copy(tmp_path / f"live.sqlite{end}", tmp_path / f"out.sqlite{end}")
+    assert (tmp_path / "out.sqlite-wal").stat().st_size
+    export_cache(cache, tmp_path / "x.jsonl")
+    import_file(tmp_path / "x.jsonl", out, overwrite=True)
+    assert diff(cache, out).same
+
+
 @pytest.mark.e2e
 @pytest.mark.parametrize("command", ["export", "import"])
 def test_a_kill_at_any_time_leaves_the_whole_file_or_none(tmp_path: Path, command: str) -> None:
@@ -315,5 +329,5 @@ def test_a_kill_at_any_time_leaves_the_whole_file_or_none(tmp_path: Path, comman
             (tmp_path / out).unlink()
     assert whole < 12, "none was killed in time"
     subprocess.run(run, cwd=tmp_path, check=True, capture_output=True)
-    # SQLite's own side files may stand beside the source, whose reader was killed.
-    assert {p.name for p in tmp_path.iterdir() if "a.sqlite-" not in p.name} == {"a.sqlite", "a.jsonl", out}
+    # SQLite's own side files may stand beside a cache that is read, or whose reader was killed.
+    assert {p.name for p in tmp_path.iterdir() if ".sqlite-" not in p.name} == {"a.sqlite", "a.jsonl", out}
