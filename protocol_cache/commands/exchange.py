@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from protocol_cache.exchange.transfer import CONFLICTS
+from protocol_cache.reviews import REVIEW_VERDICTS
 
 SHOWN = 10
 
@@ -19,6 +20,13 @@ def add(commands: Any) -> None:
     out.add_argument("store")
     out.add_argument("out", help="the file; its name says the format")
     out.add_argument("--no-logs", action="store_true", help="leave out the exploration logs (most of the bytes)")
+    out.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        choices=REVIEW_VERDICTS,
+        help="leave out the protocols that a person reviewed so (repeat for several)",
+    )
     _overwrite(out)
     out.set_defaults(run=_export)
 
@@ -67,7 +75,7 @@ def _export(options: argparse.Namespace) -> int:
     from protocol_cache.exchange.card import card_text
     from protocol_cache.exchange.transfer import export_cache
 
-    card = export_cache(options.store, options.out, not options.no_logs, options.overwrite)
+    card = export_cache(options.store, options.out, not options.no_logs, options.overwrite, options.without)
     print(f"{options.out}: {card['records']} records\n{card_text(card)}")
     return 0
 

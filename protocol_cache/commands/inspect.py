@@ -50,9 +50,11 @@ def _stats(options: argparse.Namespace) -> int:
     for reason, count in list(stats["failures"].items())[:10]:
         print(f"failed: {count} x {reason}")
     for origin in stats["provenance"]:
+        price = "price unknown" if origin["cost_usd"] is None else f"${origin['cost_usd']:.2f}"
         print(
             f"{origin['records']} made by {origin['teacher_model']}, prompts {origin['prompt_version']}, "
-            f"schema {origin['schema_version']}, corpus {origin['corpus_hash'][:12]}"
+            f"schema {origin['schema_version']}, corpus {origin['corpus_hash'][:12]}: {origin['passed']} passed, "
+            f"{origin['calls']} calls, {origin['prompt_tokens']} + {origin['completion_tokens']} tokens, {price}"
         )
     return 0
 

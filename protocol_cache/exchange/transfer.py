@@ -22,12 +22,19 @@ _FORMATS: dict[str, ModuleType] = {".jsonl": jsonl, ".parquet": parquet}
 CONFLICTS = ("error", "first", "last", "newest", "best")
 
 
-def export_cache(cache: str | Path, out: str | Path, logs: bool = True, overwrite: bool = False) -> dict[str, Any]:
-    """Write the cache as ``.jsonl`` or ``.parquet``, by ``out``'s name, and return the card. Same cache, same bytes."""
+def export_cache(
+    cache: str | Path, out: str | Path, logs: bool = True, overwrite: bool = False, without: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Write the cache as ``.jsonl`` or ``.parquet``, by ``out``'s name, and return the card. Same cache, same bytes.
+
+    Args:
+        without: leave out the protocols that a person gave one of these verdicts.
+    """
     out = Path(out)
     form = _format(out)
+    kept = (e for e in entries(cache, logs) if e.review is None or e.review.verdict not in without)
     with replacing(out, overwrite) as partial:
-        return form.write(partial, entries(cache, logs))
+        return form.write(partial, kept)
 
 
 def import_file(path: str | Path, out: str | Path, overwrite: bool = False) -> dict[str, Any]:

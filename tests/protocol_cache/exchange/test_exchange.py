@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
+import shutil
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -275,3 +280,54 @@ def test_show_and_stats_tell_the_review(cache: Path, capsys: pytest.CaptureFixtu
     assert "reviewed: 1 bad" in capsys.readouterr().out
     assert main(["stats", str(cache), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["reviews"] == {"bad": 1}
+
+
+def test_what_a_person_withdrew_can_stay_behind(cache: Path, tmp_path: Path) -> None:
+    assert main(["export", str(cache), str(tmp_path / "x.jsonl"), "--without", "withdrawn"]) == 0
+    assert read_card(tmp_path / "x.jsonl")["records"] == 3
+    assert main(["export", str(cache), str(tmp_path / "y.jsonl"), "--without", "withdrawn", "--without", "bad"]) == 0
+    import_file(tmp_path / "y.jsonl", tmp_path / "y.sqlite")
+    assert diff(cache, tmp_path / "y.sqlite").only_first == ["q1"]
+
+
+def test_the_log_of_a_replaced_cache_is_not_replayed(cache: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.sqlite"
+    with ProtocolStore(tmp_path / "live.sqlite") as store:
+        for i in range(50):
+            store.put(record(f"old{i}", SUCCEEDED))
+        for end in ("", "-wal"):  # as a killed writer leaves them
+            shutil.copy(tmp_path / f"live.sqlite{end}", tmp_path / f"out.sqlite{end}")
+    assert (tmp_path / "out.sqlite-wal").stat().st_size
+    export_cache(cache, tmp_path / "x.jsonl")
+    import_file(tmp_path / "x.jsonl", out, overwrite=True)
+    assert diff(cache, out).same
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_a_kill_at_any_time_leaves_the_whole_file_or_none(tmp_path: Path, command: str) -> None:
+    cache = make(tmp_path / "a.sqlite", *(record(f"q{i:04}", SUCCEEDED) for i in range(1500)))
+    export_cache(cache, tmp_path / "a.jsonl")
+    source, out = ("a.sqlite", "out.jsonl") if command == "export" else ("a.jsonl", "out.sqlite")
+    run = [sys.executable, "-m", "protocol_cache", command, source, out, "--overwrite"]
+    begin = time.monotonic()
+    subprocess.run(run, cwd=tmp_path, check=True, capture_output=True)
+    took = time.monotonic() - begin
+    (tmp_path / out).unlink()
+    chooser = random.Random(0)
+    whole = 0
+    for _ in range(12):
+        process = subprocess.Popen(run, cwd=tmp_path, stdout=subprocess.DEVNULL)
+        time.sleep(chooser.uniform(0.3, 1.05) * took)
+        process.kill()
+        process.wait()
+        if (tmp_path / out).exists():
+            whole += 1
+            assert read_card(tmp_path / out)["records"] == 1500
+            if command == "import":
+                assert diff(cache, tmp_path / out).same
+            (tmp_path / out).unlink()
+    assert whole < 12, "none was killed in time"
+    subprocess.run(run, cwd=tmp_path, check=True, capture_output=True)
+    # SQLite's own side files may stand beside a cache that is read, or whose reader was killed.
+    assert {p.name for p in tmp_path.iterdir() if ".sqlite-" not in p.name} == {"a.sqlite", "a.jsonl", out}
