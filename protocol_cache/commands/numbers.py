@@ -17,3 +17,11 @@ def at_least(least: int) -> Any:
 
     read.__name__ = "whole number"
     return read
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    value = float(text)
+    if not 0.0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number above 0, got {text}")
+    return value

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
+import random
 import signal
+import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mapd_verl.errors import UserError
 from protocol_cache.commands import PROGRAM
-from protocol_cache.commands.numbers import at_least
+from protocol_cache.commands.numbers import at_least, positive
 from protocol_cache.schema import SCHEMA_VERSION
 from protocol_cache.store import ProtocolStore, Provenance
 
@@ -19,6 +23,10 @@ if TYPE_CHECKING:
     from protocol_cache.prompts import Prompts
     from protocol_cache.synthesis.run import Plan, Tally
     from protocol_cache.synthesis.state import Limits
+
+
+#: The budget ended the run; everything finished is kept.
+EXIT_BUDGET = 3
 
 
 def add(commands: Any) -> None:
@@ -42,6 +50,14 @@ def add(commands: Any) -> None:
     make.add_argument("--temperature", type=float, default=0.0)
     make.add_argument(
         "--price", type=float, nargs=2, metavar=("IN", "OUT"), help="dollars a million tokens, for unlisted models"
+    )
+    make.add_argument("--budget-usd", type=positive, help="stop (exit code 3) before all calls together cost more")
+    make.add_argument("--budget-tokens", type=at_least(1), help="likewise, prompt and completion tokens")
+    make.add_argument("--budget-calls", type=at_least(1), help="likewise, model calls")
+    make.add_argument("--rpm", type=positive, help="requests a minute that the provider allows")
+    make.add_argument("--tpm", type=positive, help="tokens a minute that the provider allows")
+    make.add_argument(
+        "--dry-run", type=at_least(2), metavar="N", help="work on N questions drawn at random and price the whole job"
     )
     make.add_argument("--prompts", default="v1", help="a shipped version, or a folder with the same file names")
     make.add_argument("--corpus", help="the corpus file behind the retriever; its SHA-256 is kept as provenance")
@@ -80,18 +96,27 @@ def _synthesize(options: argparse.Namespace) -> int:
         if not plan.todo:
             print(f"{options.out}: nothing to do{finished}")
             return 0
+        whole = len(plan.todo)
+        if options.dry_run:
+            chosen = random.Random(0).sample(plan.todo, min(options.dry_run, whole))
+            plan = replace(plan, todo=chosen)
         try:
             tally = asyncio.run(_run(options, plan, store, prompts, limits, provenance))
         except KeyboardInterrupt:
             print(f"\n{options.out}: {len(store)} questions are kept; the same command goes on", file=sys.stderr)
             raise
-    rate = tally.done / tally.seconds
+        if options.dry_run:
+            _price(options, store, [question.question_id for question, _ in plan.todo], whole)
+    rate = tally.done / max(tally.seconds, 1e-9)
     rejected = f"{tally.outcomes['rejected']} rejected"
     seconds = f"{tally.seconds:.1f} s ({rate:.1f}/s)"
     print(f"{options.out}: {tally.done} questions in {seconds}: {_progress(tally)}, {rejected}{finished}")
     for reason, count in tally.reasons.most_common(5):
         print(f"  {count} x {reason}")
-    if tally.outcomes["failed"] == tally.done:
+    if tally.stopped is not None:
+        print(f"{PROGRAM}: stopped: {tally.stopped}; the same command goes on with a larger budget", file=sys.stderr)
+        return EXIT_BUDGET
+    if tally.done and tally.outcomes["failed"] == tally.done:
         raise UserError(f"all {tally.done} questions failed, most often: {tally.reasons.most_common(1)[0][0]}")
     return 0
 
@@ -106,6 +131,7 @@ async def _run(
 ) -> Tally:
     from tqdm import tqdm
 
+    from protocol_cache.calls import Budget, CallLog
     from protocol_cache.synthesis.llm import Teacher, TeacherConfig
     from protocol_cache.synthesis.pipeline import Team
     from protocol_cache.synthesis.run import check_retriever, check_teacher, synthesize
@@ -123,12 +149,15 @@ async def _run(
         concurrency=options.concurrency,
         temperature=options.temperature,
         max_tokens=options.max_tokens,
+        rpm=options.rpm,
+        tpm=options.tpm,
         prices=tuple(options.price) if options.price else None,
     )
     async with retriever:
         await check_retriever(retriever)
         await check_teacher(config)
-        teacher = Teacher(config, prompts)
+        calls = CallLog(options.out, Budget(options.budget_usd, options.budget_tokens, options.budget_calls))
+        teacher = Teacher(config, prompts, calls)
         interactive = sys.stderr.isatty()
         bar = tqdm(
             total=len(plan.todo),
@@ -139,7 +168,7 @@ async def _run(
         )
 
         def show(tally: Tally) -> None:
-            bar.set_postfix_str(_progress(tally), refresh=False)
+            bar.set_postfix_str(_progress(tally, len(plan.todo)), refresh=False)
             bar.update()
 
         team = Team(teacher, retriever, limits)
@@ -148,11 +177,36 @@ async def _run(
                 return await synthesize(plan.todo, store, team, provenance, options.concurrency, show)
         finally:
             await teacher.close()
+            calls.close()
 
 
-def _progress(tally: Tally) -> str:
+def _price(options: argparse.Namespace, store: ProtocolStore, sample: list[str], whole: int) -> None:
+    """What the whole job would cost by the sample, with a 95% interval (normal, of the mean)."""
+    usages = [record.usage for record in store.get_many(sample).values()]
+    if len(usages) < 2:
+        print(f"{options.out}: too few questions ended to price the job")
+        return
+    for name, values in (
+        ("dollars", [u.cost_usd for u in usages]),
+        ("calls", [float(u.calls) for u in usages]),
+        ("tokens", [float(u.prompt_tokens + u.completion_tokens) for u in usages]),
+    ):
+        known = [value for value in values if value is not None]
+        if len(known) < 2:
+            print(f"  {name}: not known (give --price)")
+            continue
+        mean = statistics.fmean(known)
+        half = 1.96 * statistics.stdev(known) / math.sqrt(len(known))
+        shown = "{:,.2f}" if name == "dollars" else "{:,.0f}"
+        total, low, high = (shown.format(whole * max(0.0, x)) for x in (mean, mean - half, mean + half))
+        print(f"  {whole} questions by {len(known)} of them: {total} {name} [{low}, {high}]")
+
+
+def _progress(tally: Tally, whole: int | None = None) -> str:
     passed = tally.outcomes["passed"] / tally.done if tally.done else 0.0
     cost = "price unknown" if tally.cost_usd is None else f"${tally.cost_usd:.2f}"
+    if whole and tally.done and tally.cost_usd is not None:
+        cost += f" of about ${tally.cost_usd / tally.done * whole:.2f}"
     text = f"{passed:.1%} passed, {tally.calls / max(1, tally.done):.1f} calls/q, {cost}"
     return text + (f", {tally.outcomes['failed']} failed" if tally.outcomes["failed"] else "")
 

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from mapd_verl.errors import UserError
+from protocol_cache.calls import Bound, CallLog, Reply, call_key
 from protocol_cache.prompts import Prompts, user_message
+from protocol_cache.synthesis.rate import RateLimit
 from protocol_cache.synthesis.reply import parse_reply, reply_problem
 from protocol_cache.synthesis.state import SynthesisError
 
@@ -75,6 +77,10 @@ class TeacherConfig:
     temperature: float = 0.0
     max_tokens: int = 2048
     """Tokens of one reply."""
+    rpm: float | None = None
+    """Requests a minute that the provider allows; kept to ahead of time."""
+    tpm: float | None = None
+    """Tokens a minute, likewise."""
     prices: tuple[float, float] | None = None
     """US dollars for a million prompt and completion tokens, for models that LiteLLM has no price for."""
 
@@ -83,12 +89,20 @@ class Teacher:
     """Asks a model in a role and returns a checked JSON object.
 
     Raises:
-        TeacherUnusable: the key's variable is not set, or LiteLLM is not installed.
+        TeacherUnusable: the key's variable is not set, LiteLLM is not installed, or a budget in dollars meets a model
+            without a known price.
+
+    Args:
+        calls: where finished calls are kept and looked up, and money is accounted for; None keeps nothing.
     """
 
-    def __init__(self, config: TeacherConfig, prompts: Prompts) -> None:
+    def __init__(self, config: TeacherConfig, prompts: Prompts, calls: CallLog | None = None) -> None:
         self.config = config
         self.prompts = prompts
+        self._calls = calls
+        self._rate = RateLimit(config.rpm, config.tpm)
+        #: Equal calls at the same time are one call.
+        self._flying: dict[str, asyncio.Task[Reply]] = {}
         self._litellm = _import_litellm()
         # The root of all of LiteLLM's exceptions, whatever the provider, is in the client that it builds on.
         self._any_api_error: type[Exception] = importlib.import_module("openai").OpenAIError
@@ -109,6 +123,8 @@ class Teacher:
         self._priced = config.prices is None and self._has_price()
         if not self._priced:
             self._list_model()
+        if calls is not None and calls.budget.usd is not None and not (self._priced or config.prices):
+            raise TeacherUnusable(f"--budget-usd: the price of {config.model} is not known; give --price")
 
     async def ask(
         self,
@@ -149,31 +165,100 @@ class Teacher:
         raise TeacherError(f"teacher as {role}: {problem} ({self.config.reasks + 1} replies)")
 
     async def close(self) -> None:
-        """Close the client sessions that LiteLLM keeps open."""
+        """Let requests under way end, so that what was paid for is kept; close LiteLLM's client sessions."""
+        await asyncio.gather(*self._flying.values(), return_exceptions=True)
         await self._litellm.close_litellm_async_clients()
 
     async def _complete(
         self, role: str, messages: list[dict[str, str]], account: Account
     ) -> tuple[str | None, str | None]:
+        reply = await self._once(role, messages)
+        account.add(reply.prompt_tokens, reply.completion_tokens, reply.cost_usd)
+        return reply.content, reply.finish_reason
+
+    async def _once(self, role: str, messages: list[dict[str, str]]) -> Reply:
+        """The reply to a call: one that was made before, one that is being made, or a new one."""
+        if self._calls is None:
+            return await self._request(role, messages, "")
+        parameters = {"temperature": self.config.temperature, "max_tokens": self.config.max_tokens}
+        key = call_key(role, self.prompts.version, self.config.model, parameters, messages)
+        found = self._calls.find(key)
+        if found is not None:
+            return found
+        task = self._flying.get(key)
+        if task is None:
+            task = self._flying[key] = asyncio.ensure_future(self._request(role, messages, key))
+            task.add_done_callback(lambda _: self._flying.pop(key))
+        # Shielded: who waits may be cancelled (its sibling failed), but a request that was sent is paid for and kept.
+        return await asyncio.shield(task)
+
+    async def _request(self, role: str, messages: list[dict[str, str]], key: str) -> Reply:
         delay = self.config.backoff
+        bound = self._bound(messages)
         for left in range(self.config.retries, -1, -1):
-            try:
-                # LiteLLM's timeout covers each step of the connection, ours the whole request.
-                async with self._slots, asyncio.timeout(self.config.timeout + 5):
-                    response = await self._litellm.acompletion(messages=messages, **self._options)
-                if response is None:  # LiteLLM's outcome of a 422 with drop_params
-                    raise TeacherError(f"teacher as {role}: the server refused the request as invalid (HTTP 422)")
-                return self._read(response, account)
-            except UnicodeEncodeError as error:  # half a surrogate pair, from a question or a passage
-                raise TeacherError(f"teacher as {role}: the request cannot be written as UTF-8: {error}") from error
-            except (TimeoutError, self._any_api_error) as error:
-                self._give_up(error, role)
-                if not left:
-                    tries = self.config.retries + 1
-                    raise TeacherUnreachable(f"teacher as {role}: {_brief(error)} ({tries} tries)") from error
+            async with self._slots:
+                await self._rate.wait(bound.prompt_tokens + bound.completion_tokens)
+                reservation = self._calls.reserve(role, self.config.model, bound) if self._calls else None
+                reply, error = await self._send(role, messages, reservation)
+            if reply is not None:
+                self._rate.correct(
+                    bound.prompt_tokens + bound.completion_tokens, reply.prompt_tokens + reply.completion_tokens
+                )
+                if self._calls and reservation is not None:
+                    self._calls.settle(reservation, key, role, self.config.model, reply)
+                return reply
+            assert error is not None
+            if not left:
+                tries = self.config.retries + 1
+                raise TeacherUnreachable(f"teacher as {role}: {_brief(error)} ({tries} tries)") from error
             await asyncio.sleep(delay * random.uniform(0.5, 1.0))
             delay = min(30.0, 2 * delay)
         raise AssertionError("unreachable")
+
+    async def _send(
+        self, role: str, messages: list[dict[str, str]], reservation: int | None
+    ) -> tuple[Reply | None, Exception | None]:
+        """One try: a reply, or an error after which another try may help. The reservation is settled by the caller."""
+        charged = True  # until the server has said no
+        try:
+            # LiteLLM's timeout covers each step of the connection, ours the whole request.
+            async with asyncio.timeout(self.config.timeout + 5):
+                response = await self._litellm.acompletion(messages=messages, **self._options)
+            if response is None:  # LiteLLM's outcome of a 422 with drop_params
+                charged = False
+                raise TeacherError(f"teacher as {role}: the server refused the request as invalid (HTTP 422)")
+            reply = self._read(response)
+            charged = False
+            return reply, None
+        except UnicodeEncodeError as error:  # half a surrogate pair, from a question or a passage
+            charged = False
+            raise TeacherError(f"teacher as {role}: the request cannot be written as UTF-8: {error}") from error
+        except (TimeoutError, self._any_api_error) as error:
+            status = getattr(error, "status_code", None)
+            # A timeout or a broken connection tells nothing; neither do LiteLLM's own 408 and 500 for those.
+            charged = not isinstance(status, int) or status in (408, 500)
+            if not charged and self._calls and reservation is not None:
+                self._calls.release(reservation)
+                reservation = None
+            self._give_up(error, role)
+            return None, error
+        finally:
+            if reservation is not None and self._calls and charged:
+                self._calls.write_off(reservation)
+
+    def _bound(self, messages: list[dict[str, str]]) -> Bound:
+        """The most that a call can use: no tokenizer makes more than a token of two bytes of this kind of text."""
+        prompt = sum(len(m["content"].encode("utf-8", "replace")) // 2 + 16 for m in messages)
+        return Bound(prompt, self.config.max_tokens, self._cost(prompt, self.config.max_tokens) or 0.0)
+
+    def _cost(self, prompt: int, completion: int) -> float | None:
+        if self.config.prices:
+            return (prompt * self.config.prices[0] + completion * self.config.prices[1]) / 1e6
+        if not self._priced:
+            return None
+        return sum(
+            self._litellm.cost_per_token(model=self.config.model, prompt_tokens=prompt, completion_tokens=completion)
+        )
 
     def _give_up(self, error: Exception, role: str) -> None:
         """Raise where another try cannot help; HTTP statuses, since LiteLLM's classes don't tell all apart."""
@@ -188,22 +273,18 @@ class Teacher:
         if status in (400, 413, 422):
             raise TeacherError(f"teacher as {role}: request refused: {_brief(error)}") from error
 
-    def _read(self, response: Any, account: Account) -> tuple[str | None, str | None]:
+    def _read(self, response: Any) -> Reply:
         usage = getattr(response, "usage", None)
         prompt = getattr(usage, "prompt_tokens", 0) or 0
         completion = getattr(usage, "completion_tokens", 0) or 0
-        cost: float | None = None
-        if self.config.prices:
-            cost = (prompt * self.config.prices[0] + completion * self.config.prices[1]) / 1e6
-        elif self._priced and usage is not None:
+        cost = self._cost(prompt, completion) if self.config.prices else None
+        if self._priced and usage is not None:
             # By the name that was asked for: the one in the response is the server's own affair.
             cost = sum(self._litellm.cost_per_token(model=self.config.model, usage_object=usage))
-        account.add(prompt, completion, cost)
         choices = getattr(response, "choices", None) or []
-        if not choices:
-            return None, None
-        content = choices[0].message.content
-        return content if isinstance(content, str) else None, choices[0].finish_reason
+        content = choices[0].message.content if choices else None
+        finish_reason = choices[0].finish_reason if choices else None
+        return Reply(content if isinstance(content, str) else None, finish_reason, prompt, completion, cost)
 
     def _list_model(self) -> None:
         """Enter the model in LiteLLM's list: for one that is not there it searches by patterns in every call.

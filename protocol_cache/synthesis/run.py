@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from mapd_verl.errors import UserError
+from protocol_cache.calls import BudgetReached
 from protocol_cache.store import ProtocolStore, Provenance, Record, Usage
 from protocol_cache.synthesis.llm import Account
 from protocol_cache.synthesis.pipeline import Outcome, Team
@@ -32,6 +33,8 @@ class Tally:
     calls: int = 0
     cost_usd: float | None = None
     seconds: float = 0.0
+    #: Why the run ended before its questions did: the budget. None if it did not.
+    stopped: str | None = None
 
     @property
     def done(self) -> int:
@@ -100,14 +103,23 @@ async def synthesize(
     tally = Tally()
     patience = max(20, 2 * concurrency)
     failures = 0
+    exhausted: BudgetReached | None = None
     begin = time.monotonic()
     waiting: Iterator[tuple[Question, Gold]] = iter(todo)
 
     async def work() -> None:
         nonlocal failures
+        nonlocal exhausted
         for question, gold in waiting:
+            if exhausted is not None:
+                return
             account, since = Account(), time.monotonic()
-            outcome = await team.solve(question, gold, account)
+            try:
+                outcome = await team.solve(question, gold, account)
+            except BudgetReached as error:
+                # Others may still end with the calls that they have paid for.
+                exhausted = error
+                return
             record = _record(question, outcome, account, time.monotonic() - since, provenance)
             store.put(record, outcome.candidates, outcome.exploration.to_json())
             tally.add(record)
@@ -124,6 +136,8 @@ async def synthesize(
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
+    if exhausted is not None:
+        tally.stopped = str(exhausted)
     return tally
 
 
