@@ -138,6 +138,8 @@ class _Stores:
         if getattr(self._local, "pid", None) != os.getpid():
             from protocol_cache.store import ProtocolStore
 
+            # A parent's handle is left alone: to close it here would reach into the parent's.
+            self._local.inherited = getattr(self._local, "store", None)
             self._local.store, self._local.pid = ProtocolStore(path, readonly=True), os.getpid()
         return self._local.store
 
