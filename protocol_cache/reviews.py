@@ -104,6 +104,8 @@ class _connect:
         self.path, self.mode, self.timeout = Path(path), mode, timeout
 
     def __enter__(self) -> sqlite3.Connection:
+        if not self.path.is_file():
+            raise ReviewError(f"{self.path}: no such file")
         uri = f"file:{quote(str(self.path.resolve()))}?mode={self.mode}"
         try:
             self.db = sqlite3.connect(uri, uri=True, timeout=self.timeout, isolation_level=None)

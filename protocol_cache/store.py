@@ -64,6 +64,11 @@ _COLUMNS = (
     "completion_tokens, cost_usd, seconds, teacher_model, prompt_version, corpus_hash, schema_version, created_at"
 )
 
+_ORIGIN = (
+    *("teacher_model", "prompt_version", "corpus_hash", "schema_version"),
+    *("records", "passed", "calls", "prompt_tokens", "completion_tokens", "cost_usd"),
+)
+
 
 class StoreError(UserError):
     """The cache cannot be opened, read or written; the message names the file and the cause."""
@@ -259,7 +264,8 @@ class ProtocolStore:
             ).fetchone()
             names = ("records", "calls", "prompt_tokens", "completion_tokens", "cost_usd", "records_without_cost")
             provenance = ask(
-                "SELECT teacher_model, prompt_version, corpus_hash, schema_version, count(*) FROM records "
+                "SELECT teacher_model, prompt_version, corpus_hash, schema_version, count(*), sum(status = 'passed'), "
+                "sum(calls), sum(prompt_tokens), sum(completion_tokens), sum(cost_usd) FROM records "
                 "GROUP BY 1, 2, 3, 4 ORDER BY 5 DESC"
             ).fetchall()
             return {
@@ -273,16 +279,7 @@ class ProtocolStore:
                 "failures": dict(
                     ask("SELECT reason, count(*) FROM records WHERE status = 'failed' GROUP BY 1 ORDER BY 2 DESC")
                 ),
-                "provenance": [
-                    dict(
-                        zip(
-                            ("teacher_model", "prompt_version", "corpus_hash", "schema_version", "records"),
-                            row,
-                            strict=True,
-                        )
-                    )
-                    for row in provenance
-                ],
+                "provenance": [dict(zip(_ORIGIN, row, strict=True)) for row in provenance],
             }
 
     def close(self) -> None:

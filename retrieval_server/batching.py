@@ -13,10 +13,13 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from .bm25 import Hit
 from .errors import ApiError
+
+if TYPE_CHECKING:
+    from .telemetry import Telemetry
 
 
 class Retriever(Protocol):
@@ -38,13 +41,23 @@ class Batcher:
     """Collects the queries of concurrent requests and searches them together.
 
     ``max_batch`` is the number of queries at which a batch stops taking in further requests (a
-    request is never split); ``max_pending`` bounds the queries that wait.
+    request is never split); ``max_pending`` bounds the queries that wait; ``max_wait`` seconds an idle index
+    waits for more to come (while it searches, what arrives shares the next batch anyway).
     """
 
-    def __init__(self, retriever: Retriever, max_pending: int, max_batch: int = 64) -> None:
+    def __init__(
+        self,
+        retriever: Retriever,
+        max_pending: int,
+        max_batch: int = 64,
+        max_wait: float = 0.0,
+        telemetry: Telemetry | None = None,
+    ) -> None:
         self._retriever = retriever
         self._max_pending = max_pending
         self._max_batch = max_batch
+        self._max_wait = max_wait
+        self._telemetry = telemetry
         self._jobs: deque[_Job] = deque()
         self._pending = 0
         self._queries_per_second = 1000.0
@@ -62,13 +75,18 @@ class Batcher:
                 retry_after=min(max(wait, 1), 30),
             )
         job = _Job(queries, topk, asyncio.get_running_loop().create_future())
-        self._pending += len(queries)
+        self._count(len(queries))
         self._jobs.append(job)
         self._arrived.set()
         try:
             return await job.done
         finally:
-            self._pending -= len(queries)
+            self._count(-len(queries))
+
+    def _count(self, queries: int) -> None:
+        self._pending += queries
+        if self._telemetry is not None:
+            self._telemetry.queue.set(self._pending)
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -76,6 +94,8 @@ class Batcher:
         try:
             while True:
                 await self._arrived.wait()
+                if self._max_wait and self._pending < self._max_batch:
+                    await asyncio.sleep(self._max_wait)
                 batch = self._next_batch()
                 if not batch:
                     self._arrived.clear()
@@ -91,6 +111,12 @@ class Batcher:
                             job.done.set_exception(error)
                     continue
                 took = max(time.perf_counter() - started, 1e-6)
+                if self._telemetry is not None:
+                    self._telemetry.batch_size.observe(len(queries))
+                    self._telemetry.search_seconds.observe(took)
+                    encoding = getattr(self._retriever, "encode_seconds", None)
+                    if encoding is not None:
+                        self._telemetry.encode_seconds.observe(encoding)
                 self._queries_per_second += 0.1 * (len(queries) / took - self._queries_per_second)
                 first = 0
                 for job in batch:

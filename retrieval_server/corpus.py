@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import os
 from collections.abc import Callable
@@ -26,13 +27,14 @@ class Corpus:
 
     ``rows[i]`` is the i-th row as JSON bytes, whole as it was in the file (also fields of the
     user's own), ready to be put into an answer; ``contents[i]`` is its text. ``untitled`` counts
-    rows without a line break: their whole text is the title and their body is empty.
+    rows without a line break: their whole text is the title and their body is empty. ``sha256`` is the file's.
     """
 
     path: Path
     rows: list[bytes]
     contents: list[str]
     untitled: int
+    sha256: str
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -54,7 +56,7 @@ def check_corpus_path(path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _parse_row(line: bytes, where: str) -> tuple[str, str]:
+def parse_row(line: bytes, where: str) -> tuple[str, str]:
     """The id (as text) and the contents of one line; raises CorpusError."""
     try:
         row: Any = orjson.loads(line)
@@ -101,7 +103,7 @@ def load_corpus(path: str | os.PathLike[str], progress: Progress = lambda share:
                 if not line:
                     continue
                 where = f"{path}:{number}"
-                identifier, contents = _parse_row(line, where)
+                identifier, contents = parse_row(line, where)
                 if identifier in lines_of_ids:
                     raise CorpusError(f"{where}: id {identifier!r} is already used on line {lines_of_ids[identifier]}")
                 lines_of_ids[identifier] = number
@@ -113,4 +115,6 @@ def load_corpus(path: str | os.PathLike[str], progress: Progress = lambda share:
     if not rows:
         raise CorpusError(f"corpus {path}: holds no passage, only blank lines")
     progress(1.0)
-    return Corpus(path, rows, texts, untitled)
+    with path.open("rb") as raw:
+        digest = hashlib.file_digest(raw, "sha256").hexdigest()
+    return Corpus(path, rows, texts, untitled, digest)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+_log = logging.getLogger("retrieval_server")
 
 
 class StartupError(Exception):
@@ -34,3 +37,8 @@ class ApiError(Exception):
         self.message = message
         self.details = details or []
         self.retry_after = retry_after
+
+
+def log_fault(error: Exception) -> None:
+    """A fault of ours with its traceback. Never what the client sent."""
+    _log.error("a request failed: %s", type(error).__name__, exc_info=error)

@@ -10,6 +10,9 @@ from __future__ import annotations
 import re
 import unicodedata
 
+#: Named in every index: another value means that the same text gives other tokens.
+TOKENIZER = "names-1"
+
 # Letters that Unicode does not decompose into a base letter and an accent.
 _PLAIN_LETTERS = str.maketrans(
     {"ø": "o", "ł": "l", "đ": "d", "ð": "d", "ħ": "h", "ı": "i", "ŧ": "t", "æ": "ae", "œ": "oe", "þ": "th", "ŋ": "ng"}

@@ -11,12 +11,14 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from .errors import ApiError
+
+M = TypeVar("M", bound=BaseModel)
 
 _LONE_SURROGATES = re.compile("[\ud800-\udfff]")
 
@@ -32,8 +34,16 @@ class Limits:
     max_query_chars: int = 4096
     #: queries x topk of one request.
     max_results: int = 200_000
+    #: Documents of one ``/rerank`` request.
+    max_pairs: int = 2048
     #: Queries waiting in all requests together; beyond it the answer is 429. With none waiting, any request gets in.
     max_pending: int = 8192
+
+
+class Rows(Protocol):
+    """Corpus rows as JSON, by number."""
+
+    def __getitem__(self, row: int) -> bytes: ...
 
 
 class RetrieveRequest(BaseModel):
@@ -55,31 +65,83 @@ class RetrieveRequest(BaseModel):
         return data
 
 
+class RerankRequest(BaseModel):
+    """Search-R1's ``rerank_server.py``: each query with documents of its own, strings or objects with contents."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    queries: list[str]
+    documents: list[list[str | dict[str, Any]]]
+    rerank_topk: int | None = Field(default=None, ge=0)
+    return_scores: bool = False
+
+    @model_validator(mode="after")
+    def _one_list_a_query(self) -> RerankRequest:
+        if len(self.queries) != len(self.documents):
+            raise ValueError(f"{len(self.queries)} queries, but documents for {len(self.documents)}")
+        for documents in self.documents:
+            for document in documents:
+                if isinstance(document, dict) and not isinstance(document.get("contents"), str):
+                    raise ValueError("a document is a string or an object with a string 'contents'")
+        return self
+
+    def texts(self) -> list[list[tuple[str, Any]]]:
+        """Text and the document as it came, for each query."""
+        return [[(d if isinstance(d, str) else d["contents"], d) for d in documents] for documents in self.documents]
+
+
 def _clean(value: Any, max_chars: int) -> Any:
     """A query as it will be searched: cut to ``max_chars``, halves of surrogate pairs replaced by U+FFFD."""
     return _LONE_SURROGATES.sub("\ufffd", value[:max_chars]) if isinstance(value, str) else value
 
 
 def parse_request(body: bytes, limits: Limits) -> RetrieveRequest:
-    """Read a request body; raises ApiError 400 for what is not JSON and 422 for what is not a request."""
+    """Read a ``/retrieve`` body; raises ApiError 400 for what is not JSON and 422 for what is not a request."""
+    data = _parse_json(body)
+    if isinstance(data, dict):
+        _check_queries(data, limits)
+        data["query"] = _clean(data.get("query"), limits.max_query_chars)
+    return _validate(RetrieveRequest, data)
+
+
+def parse_rerank(body: bytes, limits: Limits) -> RerankRequest:
+    """Read a ``/rerank`` body; raises as :func:`parse_request`."""
+    if len(body) > limits.max_body_bytes:
+        raise ApiError(413, "body_too_large", f"the request body is larger than {limits.max_body_bytes} bytes")
+    data = _parse_json(body)
+    if isinstance(data, dict):
+        _check_queries(data, limits)
+    wanted = _validate(RerankRequest, data)
+    pairs = sum(map(len, wanted.documents))
+    if pairs > limits.max_pairs:
+        raise ApiError(422, "too_many_pairs", f"{pairs} documents to score, at most {limits.max_pairs} are")
+    return wanted
+
+
+def _parse_json(body: bytes) -> Any:
     try:
         # The standard parser on purpose: clients send lone surrogates as escapes, which strict parsers refuse.
-        data = json.loads(body)
+        return json.loads(body)
     except (ValueError, RecursionError) as error:
         reason = "too deeply nested" if isinstance(error, RecursionError) else str(error)
         raise ApiError(400, "invalid_json", f"the request body is not JSON: {reason}") from error
-    if isinstance(data, dict):
-        if isinstance(data.get("queries"), list):
-            if len(data["queries"]) > limits.max_queries:
-                raise ApiError(
-                    422,
-                    "too_many_queries",
-                    f"{len(data['queries'])} queries in one request, at most {limits.max_queries} are answered",
-                )
-            data["queries"] = [_clean(query, limits.max_query_chars) for query in data["queries"]]
-        data["query"] = _clean(data.get("query"), limits.max_query_chars)
+
+
+def _check_queries(data: dict[str, Any], limits: Limits) -> None:
+    if not isinstance(data.get("queries"), list):
+        return
+    if len(data["queries"]) > limits.max_queries:
+        raise ApiError(
+            422,
+            "too_many_queries",
+            f"{len(data['queries'])} queries in one request, at most {limits.max_queries} are answered",
+        )
+    data["queries"] = [_clean(query, limits.max_query_chars) for query in data["queries"]]
+
+
+def _validate(model: type[M], data: Any) -> M:
     try:
-        return RetrieveRequest.model_validate(data)
+        return model.model_validate(data)
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         details = [{"loc": ["body", *f["loc"]], "msg": f["msg"], "type": f["type"]} for f in faults[:20]]
@@ -88,7 +150,7 @@ def parse_request(body: bytes, limits: Limits) -> RetrieveRequest:
         raise ApiError(422, "invalid_request", f"{where}: {first['msg']}", details) from error
 
 
-def encode_result(rows: Sequence[bytes], hits: Sequence[Sequence[tuple[int, float]]], return_scores: bool) -> bytes:
+def encode_result(rows: Rows, hits: Sequence[Sequence[tuple[int, float]]], return_scores: bool) -> bytes:
     """The answer's body. ``rows`` are the corpus rows as JSON, ``hits`` the (row, score) pairs of each query."""
     if return_scores:
         per_query = (

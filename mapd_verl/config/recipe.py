@@ -115,9 +115,11 @@ def check_files(config: DictConfig) -> None:
     """
     from omegaconf import OmegaConf
 
-    for key in ("data.train_files", "data.val_files", "mapd.protocols.path"):
+    for key in ("data.train_files", "data.val_files", "mapd.protocols.path", "mapd.protocols.corpus"):
         value = OmegaConf.select(config, key)
         for name in [value] if isinstance(value, str) else list(value or []):
+            if key.endswith("corpus") and name.startswith("sha256:"):
+                continue
             if not Path(name).expanduser().exists():
                 raise UserError(f"{key}: no such file: {name}")
     check_model(config)

@@ -9,11 +9,12 @@ another question, and the trainer counts the states.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 from mapd_verl.config.schema import MapdConfig
 from mapd_verl.data.join import Join, Joined, join_protocols
-from mapd_verl.data.rows import QuestionRow, id_columns, question_ids, read_questions, read_row
+from mapd_verl.data.rows import id_columns, iter_questions, question_ids, read_row
 from mapd_verl.errors import UserError
 from mapd_verl.verl_seams import RLHFDataset
 
@@ -36,19 +37,17 @@ class ProtocolDataset(RLHFDataset):
     """What the join found; None for validation files and where no cache is named."""
 
     def _read_files_and_tokenize(self) -> None:
-        questions = [q for path in self.data_files for q in self._checked(path)]
+        ids = [qid for path in self.data_files for qid in self._checked(path)]
         super()._read_files_and_tokenize()
         protocols = _mapd_config(self.config).protocols
         if protocols.path is None or not self._is_training():
             return
-        join = join_protocols(
-            protocols.path, [q.question_id for q in questions], protocols.template, protocols.policies()
-        )
+        join = join_protocols(protocols.path, ids, protocols.template, protocols.policies())
         self.join = join
         logger.warning("%s: %s; by policy: %s", protocols.path, join, join.actions())
         if not join.texts:
             raise UserError(
-                f"{protocols.path}: no protocol for any of the {len(questions)} questions of {self._names()} ({join})"
+                f"{protocols.path}: no protocol for any of the {len(ids)} questions of {self._names()} ({join})"
             )
         if join.actions()["skip"]:
             ids = question_ids(self.dataframe.select_columns(id_columns(self.dataframe.column_names)), self._names())
@@ -61,26 +60,22 @@ class ProtocolDataset(RLHFDataset):
         row["protocol"], row["task_type"], row["protocol_state"] = joined.text, joined.task_type, joined.state
         return row
 
-    def _checked(self, path: str) -> list[QuestionRow]:
-        questions = read_questions(path)
-        if not self.filter_overlong_prompts:
-            from mapd_verl.privilege import privileged_prompt_ids
+    def _checked(self, path: str) -> Iterator[str]:
+        """The id of each row, once the row is found fit for training."""
+        from mapd_verl.privilege import privileged_prompt_ids
 
-            for number, question in enumerate(questions, 1):
-                length = len(
-                    privileged_prompt_ids(
-                        self.tokenizer,
-                        question.messages,
-                        None,
-                        apply_chat_template_kwargs=self.apply_chat_template_kwargs,
-                    )
+        for number, question in enumerate(iter_questions(path), 1):
+            if not self.filter_overlong_prompts:
+                kwargs = self.apply_chat_template_kwargs
+                prompt = privileged_prompt_ids(
+                    self.tokenizer, question.messages, None, apply_chat_template_kwargs=kwargs
                 )
-                if length > self.max_prompt_length:
+                if len(prompt) > self.max_prompt_length:
                     raise UserError(
-                        f"{path}: row {number}: the prompt has {length} tokens, "
+                        f"{path}: row {number}: the prompt has {len(prompt)} tokens, "
                         f"above data.max_prompt_length={self.max_prompt_length}"
                     )
-        return questions
+            yield question.question_id
 
     def _is_training(self) -> bool:
         train = self.config.get("train_files") or []

@@ -111,7 +111,7 @@ class Join:
         record = self._opened.of(self.path).get(question_id)
         if record is None or record.protocol is None:
             raise UserError(f"{self.path}: question {question_id} had a protocol at the start and has none now")
-        return Joined(self._render(record), record.protocol["task_type"], state)
+        return Joined(self._render(record), record.protocol.get("task_type", ""), state)
 
     def _render(self, record: Record) -> str:
         from protocol_cache.render import render
@@ -138,6 +138,8 @@ class _Stores:
         if getattr(self._local, "pid", None) != os.getpid():
             from protocol_cache.store import ProtocolStore
 
+            # A parent's handle is left alone: to close it here would reach into the parent's.
+            self._local.inherited = getattr(self._local, "store", None)
             self._local.store, self._local.pid = ProtocolStore(path, readonly=True), os.getpid()
         return self._local.store
 

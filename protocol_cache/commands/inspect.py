@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from typing import Any
 
 from mapd_verl.errors import UserError
+from protocol_cache.reviews import read_reviews
 from protocol_cache.store import ProtocolStore
 
 
@@ -28,6 +30,7 @@ def add(commands: Any) -> None:
 def _stats(options: argparse.Namespace) -> int:
     with ProtocolStore(options.store, readonly=True) as store:
         stats = store.stats()
+    stats["reviews"] = dict(Counter(review.verdict for review in read_reviews(options.store).values()))
     if options.json:
         print(json.dumps(stats, indent=1, ensure_ascii=False))
         return 0
@@ -37,6 +40,8 @@ def _stats(options: argparse.Namespace) -> int:
         cost += f" (and {stats['records_without_cost']} records without a known price)"
     print(f"{records} questions: {_counts(stats['status'])}")
     print(f"variants: {_counts(stats['variant'])}")
+    if stats["reviews"]:
+        print(f"reviewed: {_counts(stats['reviews'])}")
     print(f"candidates: {stats['candidates']}, refused by {_counts(stats['failed_checks'])}")
     if records:
         tokens = (stats["prompt_tokens"] + stats["completion_tokens"]) / records
@@ -45,9 +50,11 @@ def _stats(options: argparse.Namespace) -> int:
     for reason, count in list(stats["failures"].items())[:10]:
         print(f"failed: {count} x {reason}")
     for origin in stats["provenance"]:
+        price = "price unknown" if origin["cost_usd"] is None else f"${origin['cost_usd']:.2f}"
         print(
             f"{origin['records']} made by {origin['teacher_model']}, prompts {origin['prompt_version']}, "
-            f"schema {origin['schema_version']}, corpus {origin['corpus_hash'][:12]}"
+            f"schema {origin['schema_version']}, corpus {origin['corpus_hash'][:12]}: {origin['passed']} passed, "
+            f"{origin['calls']} calls, {origin['prompt_tokens']} + {origin['completion_tokens']} tokens, {price}"
         )
     return 0
 
@@ -66,6 +73,7 @@ def _show(options: argparse.Namespace) -> int:
         record = store.get(matches[0])
         assert record is not None
         candidates, log = store.candidates(record.question_id), store.log(record.question_id)
+    review = read_reviews(options.store).get(record.question_id)
     print(f"{record.question_id}  {record.source}/{record.split}  {record.status}\n{record.question}\n")
     if record.protocol:
         try:
@@ -77,6 +85,8 @@ def _show(options: argparse.Namespace) -> int:
         print(f"no protocol: {record.reason}")
     for number, candidate in enumerate(candidates, start=1):
         print(f"candidate {number}: {'passed' if candidate.passed else candidate.reason}")
+    if review:
+        print(f"reviewed: {review.verdict}{': ' + review.note if review.note else ''}")
     usage = record.usage
     print(f"{usage.calls} calls, {usage.prompt_tokens} + {usage.completion_tokens} tokens, {usage.seconds:.1f} s")
     if options.log:

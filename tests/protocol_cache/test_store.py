@@ -67,7 +67,7 @@ def test_stats(tmp_path: Path, succeeded: dict[str, Any], evidence: dict[str, An
     assert stats["variant"] == {"succeeded": 1, "evidence": 1}
     assert stats["candidates"] == 3 and stats["failed_checks"] == {"leak": 1, "schema": 1}
     assert stats["failures"] == {"teacher as searcher: empty": 1}
-    assert stats["provenance"][0]["records"] == 4
+    assert stats["provenance"][0]["records"] == 4 and stats["provenance"][0]["calls"] == stats["calls"]
 
 
 @pytest.mark.parametrize("bad", [{"status": "good"}, {"status": "passed"}])

@@ -9,19 +9,19 @@ from pathlib import Path
 import httpx
 import pytest
 
-from retrieval_server.app import create_app
+from retrieval_server.app import Settings, create_app
 from retrieval_server.batching import Batcher
 from retrieval_server.bm25 import BM25Retriever, Hit
 from retrieval_server.errors import ApiError
-from retrieval_server.service import RETRIEVERS, Service, ServiceConfig
+from retrieval_server.service import Service, ServiceConfig
 from retrieval_server.wire import Limits
 
 
 class GatedRetriever(BM25Retriever):
     """Searches only while ``gate`` is open, and notes the batches."""
 
-    def __init__(self, contents: Sequence[str]) -> None:
-        super().__init__(contents)
+    def __init__(self, contents: Sequence[str], k1: float = 0.9, b: float = 0.4) -> None:
+        super().__init__(contents, k1, b)
         self.gate = threading.Event()
         self.batches: list[int] = []
 
@@ -115,8 +115,8 @@ async def test_a_failing_search_is_told_to_its_callers_and_the_worker_lives_on()
 @asynccontextmanager
 async def app_client(service: Service, limits: Limits | None = None) -> AsyncIterator[httpx.AsyncClient]:
     ready = asyncio.Event()
-    app = create_app(service, limits, loaded=lambda error: ready.set())
-    async with app.router.lifespan_context(app):
+    app = create_app(service, Settings(limits or Limits()), loaded=lambda error: ready.set())
+    async with app.app.router.lifespan_context(app.app):
         await asyncio.wait_for(ready.wait(), 10)
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
@@ -124,19 +124,21 @@ async def app_client(service: Service, limits: Limits | None = None) -> AsyncIte
 
 
 async def test_500_and_429_on_the_wire(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RETRIEVERS, "bm25", lambda loaded, config: GatedRetriever(loaded.contents))
+    monkeypatch.setattr("retrieval_server.service.BM25Retriever", GatedRetriever)
     service = Service(ServiceConfig(str(corpus)))
     async with app_client(service, Limits(max_pending=1)) as client:
         assert isinstance(service.retriever, GatedRetriever)
         waiting = asyncio.create_task(client.post("/retrieve", json={"queries": ["Paris"]}))
         await settle()
-        refused = await client.post("/retrieve", json={"queries": ["Paris"]})
+        same = asyncio.create_task(client.post("/retrieve", json={"queries": ["Paris"]}))
+        refused = await client.post("/retrieve", json={"queries": ["Lyon"]})
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["code"] == "overloaded"
         assert (await client.get("/livez")).status_code == 200
         service.retriever.gate.set()
-        assert (await waiting).status_code == 200
+        # An equal query joins the one in flight and takes no place in the queue.
+        assert (await waiting).content == (await same).content and service.retriever.batches == [1]
         failed = await client.post("/retrieve", json={"queries": ["boom"]})
         assert failed.status_code == 500
         assert failed.json()["error"] == {
@@ -157,13 +159,13 @@ async def test_too_many_results(corpus: Path) -> None:
 async def test_not_ready_says_how_far_it_is(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hold = threading.Event()
 
-    def slow(loaded: object, config: object) -> BM25Retriever:
+    def slow(contents: Sequence[str], k1: float, b: float) -> BM25Retriever:
         assert hold.wait(10)
         return BM25Retriever(["paris"])
 
-    monkeypatch.setitem(RETRIEVERS, "bm25", slow)
+    monkeypatch.setattr("retrieval_server.service.BM25Retriever", slow)
     app = create_app(Service(ServiceConfig(str(corpus))))
-    async with app.router.lifespan_context(app):
+    async with app.app.router.lifespan_context(app.app):
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             await settle()

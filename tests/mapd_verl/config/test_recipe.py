@@ -132,6 +132,7 @@ def test_missing_files_are_named_with_their_key(tmp_path):
         ("data.train_files", f"[{tmp_path}/train.parquet,{tmp_path}/gone.parquet]"),
         ("data.val_files", f"{tmp_path}/gone.parquet"),
         ("mapd.protocols.path", f"{tmp_path}/gone.sqlite"),
+        ("mapd.protocols.corpus", f"{tmp_path}/gone.jsonl"),
         ("actor_rollout_ref.model.path", f"{tmp_path}"),
     ):
         with pytest.raises(UserError, match=f"^{key}: "):

@@ -82,7 +82,7 @@ def test_files(tmp_path):
     assert len(read_questions(path, limit=1)) == 1
     with pytest.raises(UserError, match="row 2: question"):
         read_questions(path)
-    path.write_text("{}\n{oops\n")
+    path.write_text(json.dumps(row()) + "\n{oops\n")
     with pytest.raises(UserError, match="line 2: not JSON"):
         read_questions(path)
     path.write_text("[1]\n")
