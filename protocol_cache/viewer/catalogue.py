@@ -134,8 +134,12 @@ class Catalogue:
             return
         stamp = self._db.execute("SELECT count(*), max(rowid), max(created_at) FROM records").fetchone()
         if stamp != self._held.stamp:
-            self._held.rows = self._summaries()
-            self._held.by_id = {row.question_id: row for row in self._held.rows}
+            count, last, _ = stamp
+            seen = self._held.stamp[1] if self._held.stamp else None
+            # A record that is written, or written again, has a row number beyond all before it.
+            if not seen or last <= seen or self._add_since(seen) != count:
+                self._held.by_id = {row.question_id: row for row in self._summaries()}
+            self._held.rows = sorted(self._held.by_id.values(), key=lambda row: row.question_id)
             self._held.stamp = stamp
         self._held.reviews = read_reviews(self.path)
         self._held.columns = self._columns()
@@ -223,6 +227,14 @@ class Catalogue:
             "refused": [row.refused or (NONE,) for row in rows],
             "source": [(row.source,) for row in rows],
         }
+
+    def _add_since(self, row: int) -> int:
+        """Read the records beyond this row number; returns how many questions there are then."""
+        ids = [qid for (qid,) in self._db.execute("SELECT question_id FROM records WHERE rowid > ?", (row,))]
+        for qid, record in self._store.get_many(ids).items():
+            checks = dict.fromkeys(c.failed_check or "unknown" for c in self._store.candidates(qid) if not c.passed)
+            self._held.by_id[qid] = _summary(record, tuple(checks))
+        return len(self._held.by_id)
 
     def _summaries(self) -> list[Summary]:
         refused: dict[str, dict[str, None]] = {}

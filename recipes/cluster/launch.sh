@@ -3,6 +3,7 @@
 #
 # DATA_DIR   folder with train.parquet and test.parquet            (default: data)
 # PROTOCOLS  protocol cache                                        (default: data/protocols.sqlite)
+# CORPUS     what the protocols must be of, a file or sha256:HASH  (default: not compared)
 # MODEL      Hugging Face name or folder                           (default: Qwen/Qwen3-1.7B)
 # RETRIEVER  comma-separated URLs of Search-R1 compatible servers  (default: http://127.0.0.1:8000)
 # NNODES, GPUS_PER_NODE                                            (default: 1, 8)

@@ -92,7 +92,7 @@ def caches(draw: st.DrawFn) -> list[tuple[Record, list[Candidate], Any, Review |
     return found
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(caches())
 def test_a_cache_comes_back_exactly(drawn: list[tuple[Record, list[Candidate], Any, Review | None]]) -> None:
     with tempfile.TemporaryDirectory() as name:

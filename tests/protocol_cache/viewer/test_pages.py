@@ -17,6 +17,7 @@ from viewer_samples import FACT_1, HOSTILE, protocol, write_cache
 from mapd_verl.errors import UserError
 from protocol_cache import ProtocolStore
 from protocol_cache.reviews import read_reviews
+from protocol_cache.store import Candidate
 from protocol_cache.viewer.app import BODY_LIMIT, make_app
 from protocol_cache.viewer.catalogue import Catalogue, Filter
 
@@ -248,17 +249,36 @@ def test_a_protocol_of_another_kind_is_shown_as_it_is(cache: Path) -> None:
 
 
 def test_another_processs_records_appear(cache: Path) -> None:
+    """What was added, written again and taken out: the catalogue is then what a new one reads."""
     catalogue = Catalogue(cache)
     catalogue.refresh()
+
+    def up_to_date() -> bool:
+        catalogue.refresh()
+        fresh = Catalogue(cache)
+        fresh.refresh()
+        wanted = [Filter(), Filter(status="rejected"), Filter(refused="leak")]
+        same = all(catalogue.listing(w, 1) == fresh.listing(w, 1) for w in wanted)
+        fresh.close()
+        return same
+
+    refused = Candidate({}, False, "leak", "leak: plan step 1")
     with ProtocolStore(cache) as store:
-        store.put(record("q00000", question="Changed?"))
-        store.put(record("z"))
-    catalogue.refresh(least_s=60.0)
-    assert len(catalogue) == 121, "not looked again yet"
-    catalogue.refresh()
-    assert len(catalogue) == 122
-    changed = catalogue.get("q00000")
-    assert changed is not None and changed.question == "Changed?" and changed.status == "rejected"
+        store.put(record("q00000", question="Changed?"), [refused])
+        store.put(record("a", protocol()))
+        catalogue.refresh(least_s=60.0)
+        assert len(catalogue) == 121, "not looked again yet"
+        assert up_to_date() and len(catalogue) == 122
+        changed = catalogue.get("q00000")
+        assert changed is not None and changed.question == "Changed?" and changed.refused == ("leak",)
+        store.put(record("a", question="The last one again?", created_at=2000.0))
+        assert up_to_date()
+        store._db.execute("PRAGMA foreign_keys = ON")
+        store._db.execute("DELETE FROM records WHERE question_id IN ('q00001', 'q00002')")
+        assert up_to_date() and len(catalogue) == 120
+        store._db.execute("DELETE FROM records WHERE question_id = 'q00003'")
+        store.put(record("b", protocol()))
+        assert up_to_date() and len(catalogue) == 120
     catalogue.close()
 
 
