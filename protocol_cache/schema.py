@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from jsonschema.protocols import Validator
 
 SCHEMA_VERSION = "1"
+#: What a protocolizer writes, and what the ablations put in its place.
 VARIANTS = ("succeeded", "evidence")
+CONTROL_VARIANTS = ("raw", "answer_only")
 TASK_TYPES = ("single_hop", "multi_hop", "comparison", "others")
 
 
@@ -56,19 +58,15 @@ def first_error(validator: Validator, instance: Any) -> str | None:
 
 def schema_error(protocol: Any) -> str | None:
     """Why ``protocol`` does not fit the schema, in one line, or None if it does."""
-    if isinstance(protocol, dict) and protocol.get("variant") in VARIANTS:
+    if isinstance(protocol, dict) and isinstance(protocol.get("variant"), str):
         # oneOf would report "not valid under any": the variant says which branch is meant.
         variant = protocol["variant"]
-        wanted, unwanted = (
-            (("answer", "answer_grounded"), ("partial_findings",))
-            if variant == "succeeded"
-            else (("partial_findings",), ("answer", "answer_grounded"))
-        )
-        for field in wanted:
+        branch = next((b for b in protocol_schema()["oneOf"] if b["title"] == variant), None)
+        for field in branch["required"] if branch else ():
             if field not in protocol:
                 return f"{field}: missing, a {variant} protocol needs it"
-        for field in unwanted:
-            if field in protocol:
+        for field, rule in branch["properties"].items() if branch else ():
+            if rule is False and field in protocol:
                 return f"{field}: not allowed in a {variant} protocol"
         if variant == "succeeded" and protocol.get("grounding_facts") == []:
             return "grounding_facts: a succeeded protocol needs at least one"

@@ -155,7 +155,8 @@ class PrivilegeConfig:
     """How the context joins the end of the last user message. Must hold ``{context}`` once."""
 
     max_context_tokens: int = 512
-    """A longer context loses its end; the question is never cut."""
+    """A longer protocol loses whole facts, then plan steps, from their ends; any other context loses its end. The
+    question is never cut."""
 
     success_score: float = 1.0
     """The reward from which a rollout counts as successful (exact match gives 0 or 1)."""

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mapd_verl.config.schema import MapdConfig
-from mapd_verl.data.join import Join, Joined, join_protocols
+from mapd_verl.data.join import Budget, Join, Joined, join_protocols
 from mapd_verl.data.rows import id_columns, iter_questions, question_ids, read_row
 from mapd_verl.errors import UserError
 from mapd_verl.verl_seams import RLHFDataset
@@ -56,9 +56,16 @@ class ProtocolDataset(RLHFDataset):
     def __getitem__(self, item: int) -> dict[str, Any]:
         row = super().__getitem__(item)
         row["question_id"] = read_row(row, f"{self._names()}: row {item + 1}").question_id
-        joined = self.join.look_up(row["question_id"]) if self.join else Joined("", "", "")
+        joined = self.join.look_up(row["question_id"], self._budget()) if self.join else Joined("", "", "")
         row["protocol"], row["task_type"], row["protocol_state"] = joined.text, joined.task_type, joined.state
         return row
+
+    def _budget(self) -> Budget:
+        """What the teacher's prompt leaves a protocol, so that :func:`truncate_context` has nothing to cut."""
+        return Budget(
+            _mapd_config(self.config).privilege.max_context_tokens,
+            lambda text: len(self.tokenizer.encode(text, add_special_tokens=False)),
+        )
 
     def _checked(self, path: str) -> Iterator[str]:
         """The id of each row, once the row is found fit for training."""

@@ -7,12 +7,13 @@ read and rendered one at a time, when a row is asked for, so that 170,000 questi
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ from mapd_verl.errors import UserError
 
 if TYPE_CHECKING:
     from protocol_cache.store import ProtocolStore, Record
+
+logger = logging.getLogger(__name__)
 
 #: What happens to a training question without a usable protocol: the own-rollout baseline of the recipe
 #: (``privilege.fallback``), out of the training set, or a refusal to start.
@@ -56,6 +59,14 @@ class JoinPolicies:
         name = STATES[state]
         policy = "use" if name is None else getattr(self, name)
         return "use" if policy == "keep" else policy
+
+
+@dataclass(frozen=True)
+class Budget:
+    """At most ``tokens`` tokens, as ``count`` counts them in a text: the student's tokenizer."""
+
+    tokens: int
+    count: Callable[[str], int]
 
 
 @dataclass(frozen=True)
@@ -99,8 +110,11 @@ class Join:
             found[self.policies.action(state)] += count
         return {action: found[action] for action in ("use", "fallback", "skip", "error")}
 
-    def look_up(self, question_id: str) -> Joined:
+    def look_up(self, question_id: str, budget: Budget | None = None) -> Joined:
         """The row's share of the join.
+
+        Under a budget whole parts of the protocol are left out (``protocol_cache.render.TRUNCATION_ORDER``). One whose
+        core is still too long is not used: there is no text, and a warning names the question.
 
         Raises:
             UserError: the cache has lost the protocol since the join, or the template does not fit it.
@@ -111,16 +125,25 @@ class Join:
         record = self._opened.of(self.path).get(question_id)
         if record is None or record.protocol is None:
             raise UserError(f"{self.path}: question {question_id} had a protocol at the start and has none now")
-        return Joined(self._render(record), record.protocol.get("task_type", ""), state)
+        return Joined(self._render(record, budget), record.protocol.get("task_type", ""), state)
 
-    def _render(self, record: Record) -> str:
-        from protocol_cache.render import render
+    def _render(self, record: Record, budget: Budget | None) -> str:
+        from protocol_cache.render import render, render_within
 
         assert record.protocol is not None
         try:
-            return render(record.protocol, self.template)
+            if budget is None:
+                return render(record.protocol, self.template)
+            fitting = render_within(record.protocol, self.template, budget.count, budget.tokens)
         except ValueError as error:
             raise UserError(str(error)) from error
+        if fitting is None:
+            logger.warning(
+                "%s: question %s: its protocol does not fit in %d tokens even without facts and plan; it is not used",
+                *(self.path, record.question_id, budget.tokens),
+            )
+            return ""
+        return fitting.text
 
     def __str__(self) -> str:
         used = self.actions()["use"]

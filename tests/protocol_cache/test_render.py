@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from protocol_samples import EVIDENCE, SUCCEEDED
 
-from protocol_cache import render
-from protocol_cache.render import template_names
+from protocol_cache import render, validate_protocol
+from protocol_cache.render import TRUNCATION_ORDER, render_within, template_names
 
 
 def test_compact_is_exactly_what_the_student_was_taught(succeeded: dict[str, Any]) -> None:
@@ -35,7 +38,7 @@ def test_no_facts_no_line_for_them(evidence: dict[str, Any]) -> None:
     assert "\n\n\n" not in render(evidence, "default")
 
 
-@pytest.mark.parametrize("template", template_names())
+@pytest.mark.parametrize("template", sorted({*template_names()} - {"plan"}))
 def test_every_template_shows_everything_and_ends_without_newline(
     succeeded: dict[str, Any], evidence: dict[str, Any], template: str
 ) -> None:
@@ -91,3 +94,63 @@ def test_reading_needs_neither_litellm_nor_torch_nor_jsonschema() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_the_plan_alone_shows_neither_facts_nor_answer(succeeded: dict[str, Any]) -> None:
+    text = render(succeeded, "plan")
+    assert text.endswith("2. Find the currency of that country.") and "lies in" not in text and "Z" not in text
+
+
+@pytest.mark.parametrize("template", sorted({*template_names()} - {"plan"}))
+def test_controls_are_rendered_too(template: str) -> None:
+    base = {"schema_version": "1", "task_type": "others"}
+    raw = {**base, "variant": "raw", "trajectory": ["Search: X", "Read: Y"], "answer": "Z"}
+    text = render(validate_protocol(raw), template)
+    assert text.index("Search: X") < text.index("Read: Y") < text.index("Z")
+    answer = validate_protocol({**base, "variant": "answer_only", "answer": "Z"})
+    assert render(answer, template).endswith("Z") and "Plan" not in render(answer, template)
+
+
+LINE = st.text(alphabet="abc déf", min_size=1, max_size=40).filter(str.strip)
+
+
+@given(
+    st.lists(LINE, min_size=1, max_size=6), st.lists(LINE, min_size=1, max_size=8), st.integers(1, 120), st.booleans()
+)
+def test_a_budget_drops_whole_items_from_the_end_facts_first(
+    plan: list[str], facts: list[str], budget: int, ok: bool
+) -> None:
+    plan = [f"p{i} {step}" for i, step in enumerate(plan)]
+    texts = [f"f{i} {text}" for i, text in enumerate(facts)]
+    protocol = {
+        **(SUCCEEDED if ok else EVIDENCE),
+        "reasoning_plan": plan,
+        "grounding_facts": [{"passage_id": "p", "text": t, "start": 0, "end": len(t)} for t in texts],
+    }
+    count = lambda text: len(text) // 4  # noqa: E731
+    fitting = render_within(protocol, "compact", count, budget)
+    whole = render(protocol, "compact")
+    if fitting is None:
+        core = {**protocol, "reasoning_plan": [], "grounding_facts": []}
+        assert count(render({**core, **({} if ok else {"partial_findings": []})}, "compact")) > budget
+        return
+    assert fitting.tokens == count(fitting.text) <= budget
+    assert (fitting.text == whole) == (not fitting.dropped)
+    kept = {part: len(protocol.get(part) or ()) - fitting.dropped.get(part, 0) for part in TRUNCATION_ORDER}
+    for i, text in enumerate(texts):
+        assert (" ".join(text.split()) in fitting.text) == (i < kept["grounding_facts"])
+    for i, text in enumerate(plan):
+        assert (" ".join(text.split()) in fitting.text) == (i < kept["reasoning_plan"])
+    assert kept["reasoning_plan"] == len(plan) or not kept["grounding_facts"]  # the plan goes after all facts
+    if ok:
+        assert fitting.text.endswith("Answer: Z")
+    # No shorter cut would have fitted.
+    gone = sum(fitting.dropped.values())
+    if gone and kept["grounding_facts"] < len(texts) and "reasoning_plan" not in fitting.dropped:
+        one_more = {**protocol, "grounding_facts": protocol["grounding_facts"][: kept["grounding_facts"] + 1]}
+        assert count(render(one_more, "compact")) > budget
+
+
+def test_a_budget_of_nothing_is_refused(succeeded: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        render_within(succeeded, "compact", len, 0)

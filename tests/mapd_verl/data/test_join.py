@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mapd_verl.data.join import POLICIES, STATES, JoinPolicies, corpus_hash, join_protocols
+from mapd_verl.data.join import POLICIES, STATES, Budget, JoinPolicies, corpus_hash, join_protocols
 from mapd_verl.errors import UserError
 from mapd_verl.metrics import protocol_states
 from protocol_cache import SCHEMA_VERSION, ProtocolStore, Provenance, Record
@@ -177,3 +177,13 @@ def test_170_000_questions_in_two_seconds_and_300_mb() -> None:
     figures = json.loads(done.stdout)
     assert figures["questions"] == 170_000 and figures["counts"]["joined"] == 169_830
     assert figures["peak_mb"] < 300 and figures["total_s"] < 4.0, done.stdout
+
+
+def test_a_budget_drops_parts_and_never_cuts_one(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    join = join_protocols(cache, ["joined"], policies=ALL)
+    whole = TEXT.format("joined")
+    words = Budget(len(whole.split()), lambda text: len(text.split()))
+    assert join.look_up("joined", words).text == whole
+    shorter = join.look_up("joined", Budget(words.tokens - 1, words.count)).text
+    assert shorter == "\n".join(line for line in whole.split("\n") if not line.startswith("Facts"))
+    assert join.look_up("joined", Budget(1, words.count)).text == "" and "joined" in caplog.text
