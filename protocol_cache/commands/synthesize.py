@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mapd_verl.errors import UserError
 from protocol_cache.commands import PROGRAM
 from protocol_cache.commands.numbers import at_least
+from protocol_cache.grounding import NORMALIZATIONS
 from protocol_cache.schema import SCHEMA_VERSION
 from protocol_cache.store import ProtocolStore, Provenance
 
@@ -42,6 +43,9 @@ def add(commands: Any) -> None:
     make.add_argument("--temperature", type=float, default=0.0)
     make.add_argument(
         "--price", type=float, nargs=2, metavar=("IN", "OUT"), help="dollars a million tokens, for unlisted models"
+    )
+    make.add_argument(
+        "--normalize", choices=NORMALIZATIONS, default="none", help="how a fact may differ from its passage"
     )
     make.add_argument("--prompts", default="v1", help="a shipped version, or a folder with the same file names")
     make.add_argument("--corpus", help="the corpus file behind the retriever; its SHA-256 is kept as provenance")
@@ -142,7 +146,7 @@ async def _run(
             bar.set_postfix_str(_progress(tally), refresh=False)
             bar.update()
 
-        team = Team(teacher, retriever, limits)
+        team = Team(teacher, retriever, limits, options.normalize)
         try:
             with bar:
                 return await synthesize(plan.todo, store, team, provenance, options.concurrency, show)
