@@ -77,7 +77,7 @@ def main() -> None:
             f"ready after {time.perf_counter() - started:.1f} s; resident {process.memory_info().rss / 2**20:.0f} MB",
             end="",
         )
-        outcome = closed_loop(f"http://127.0.0.1:{port}", requests_of(make_queries(articles, 3000, 5)), 1, 10)
+        outcome = closed_loop(f"http://127.0.0.1:{port}", requests_of(make_queries(articles, 100_000, 5)), 1, 20)
         full = process.memory_full_info()
         print(f", after {len(outcome.accepted)} searches {full.rss / 2**20:.0f} MB ({full.uss / 2**20:.0f} MB its own)")
         print(f"one search after another: p50 {outcome.quantile(0.5):.1f} ms, p99 {outcome.quantile(0.99):.1f} ms")

@@ -81,7 +81,8 @@ def exchanged_head(
     def forward(hidden: torch.Tensor) -> torch.Tensor:
         head = head_of(module)
         numbers = compute(hidden.reshape(-1, hidden.shape[-1])[positions], head)
-        made.append((head, numbers.unsqueeze(0)))
+        # No view: FSDP2 warns of those, as an in-place change of one would lose its hook.
+        made.append((head, numbers.unsqueeze(0).clone()))
         probes = numbers.new_tensor(_PROBES).expand(len(numbers), -1)
         return torch.cat([numbers, probes], -1).unsqueeze(0)
 

@@ -57,7 +57,14 @@ CREATE TABLE IF NOT EXISTS reservations (
 
 
 class BudgetReached(UserError):
-    """The next call could exceed the budget; everything finished is kept."""
+    """The next call could exceed the budget; everything finished is kept.
+
+    ``waiting``: it would fit if the calls under way turned out to cost nothing, so that it is worth asking again.
+    """
+
+    def __init__(self, message: str, waiting: bool = False) -> None:
+        super().__init__(message)
+        self.waiting = waiting
 
 
 @dataclass(frozen=True)
@@ -112,10 +119,9 @@ class CallLog:
         self._process = f"{os.uname().nodename}:{os.getpid()}:{time.monotonic_ns()}"
         with self._named_errors("open"):
             self._db = sqlite3.connect(self.path, timeout=30.0, isolation_level=None)
-            # As the store's own connection: a process that is killed loses nothing, a machine that falls over
-            # perhaps the last calls.
             self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = NORMAL")
+            # FULL, as the store's own connection: what was paid for is on the disk when settle() returns.
+            self._db.execute("PRAGMA synchronous = FULL")
             self._db.executescript(_SCHEMA)
             self._write_off_the_dead()
 
@@ -143,7 +149,8 @@ class CallLog:
                 if limit is not None and spent[unit] + held[unit] + mine > limit + 1e-12:
                     raise BudgetReached(
                         f"{name} {limit:g}: {spent[unit]:.6g} spent and {held[unit]:.6g} under way; "
-                        f"the next call could take {mine:.6g}"
+                        f"the next call could take {mine:.6g}",
+                        waiting=held[0] > 0 and spent[unit] + mine <= limit,
                     )
             row = (self._process, model, role, bound.prompt_tokens, bound.completion_tokens, bound.cost_usd)
             sql = (

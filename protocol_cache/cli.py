@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from mapd_verl.errors import UserError, one_line_errors
-from protocol_cache.commands import PROGRAM, exchange, inspect, synthesize, view
+from protocol_cache.commands import PROGRAM, ablate, exchange, inspect, synthesize, view
 
 
 class _Parser(argparse.ArgumentParser):
@@ -18,7 +18,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m protocol_cache", description="Make and read MAPD protocols.")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
-    for group in (synthesize, inspect, exchange, view):
+    for group in (synthesize, ablate, inspect, exchange, view):
         group.add(commands)
     return parser
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from protocol_cache.grounding import find_span
+from protocol_cache.leaks import UNSPACED, hindsight
 from protocol_cache.schema import SCHEMA_VERSION, draft_error, validate_protocol
 
 if TYPE_CHECKING:
@@ -15,6 +16,17 @@ if TYPE_CHECKING:
 
 #: In the order in which they are reported.
 CHECKS = ("schema", "exact_match", "grounding", "leak")
+
+#: What a chat template or the agent loop would read as its own: it must not come in by way of a passage.
+_MARKUP = re.compile(
+    r"<\|[^<>|]{0,40}\|>|</?(?:search|answer|information|think|tool_call|tool_response)\b[^<>]*>|\[/?INST\]", re.I
+)
+_INSTRUCTION = re.compile(
+    r"\b(?:ignore|disregard|forget)\b.{0,30}\b(?:previous|above|prior|earlier|all)\b.{0,30}\b(?:instruction|prompt|rule)"
+    r"|\b(?:system|developer) prompt\b|\byou are (?:now )?an? (?:ai|assistant|language model)\b"
+    r"|\b(?:reply|respond|answer) (?:only )?with\b",
+    re.I | re.S,
+)
 
 
 @dataclass(frozen=True)
@@ -44,18 +56,23 @@ class Verdict:
         return "; ".join(f"{c}: {self.problems[c]}" for c in CHECKS if c in self.problems) or None
 
 
-def judge(draft: Any, variant: str, question: str, passages: Mapping[str, str], gold: Gold) -> Verdict:
+def judge(
+    draft: Any, variant: str, question: str, passages: Mapping[str, str], gold: Gold, normalize: str = "none"
+) -> Verdict:
     """Put a draft (what the protocolizer wrote) to the gate.
 
-    1. schema: the draft's fields and types (``schema.draft_error``);
+    1. schema: the draft's fields and types (``schema.draft_error``), and no chat or agent markup in any text;
     2. exact_match: for "succeeded", the answer matches a gold answer;
-    3. grounding: every fact is a substring, character for character, of the retrieved passage it names;
-    4. leak: no plan step holds a gold answer, unless the question does.
+    3. grounding: every fact is a substring, character for character, of the retrieved passage it names, cut between
+       words, of two words or more, and no instruction to a model;
+    4. leak: no plan step holds a gold answer, unless the question does, nor a name or number that the facts brought.
 
     Args:
         passages: contents of the passages that were retrieved for this question, by id.
+        normalize: how a fact may differ from its passage (``grounding.NORMALIZATIONS``). The protocol always keeps the
+            passage's own characters.
     """
-    problem = draft_error(draft, variant)
+    problem = draft_error(draft, variant) or _markup_problem(draft)
     if problem:
         return Verdict(None, {"schema": problem})
     problems: dict[str, str] = {}
@@ -63,7 +80,7 @@ def judge(draft: Any, variant: str, question: str, passages: Mapping[str, str], 
         problems["exact_match"] = "the answer is not the verified one"
     facts: list[dict[str, Any]] = []
     for number, fact in enumerate(draft["grounding_facts"], start=1):
-        cut = cut_fact(fact["passage_id"], fact["text"], passages)
+        cut = cut_fact(fact["passage_id"], fact["text"], passages, normalize)
         if isinstance(cut, str):
             problems.setdefault("grounding", f"fact {number}: {cut}")
         else:
@@ -71,21 +88,42 @@ def judge(draft: Any, variant: str, question: str, passages: Mapping[str, str], 
     for number, step in enumerate(draft["reasoning_plan"], start=1):
         if gold.leaks_into(step, question):
             problems.setdefault("leak", f"plan step {number} names the answer")
+    early = hindsight(draft["reasoning_plan"], question, facts, passages)
+    if early and "leak" not in problems:
+        problems["leak"] = f"plan step {early[0]} names {early[1]!r}, which only the search brought to light"
     if problems:
         return Verdict(None, problems)
     protocol = {"schema_version": SCHEMA_VERSION, "variant": variant, **draft, "grounding_facts": facts}
     return Verdict(validate_protocol(protocol), {})
 
 
-def cut_fact(passage_id: str, text: str, passages: Mapping[str, str]) -> dict[str, Any] | str:
+def cut_fact(passage_id: str, text: str, passages: Mapping[str, str], normalize: str = "none") -> dict[str, Any] | str:
     """The fact with its character span in the passage's contents, or why there is none."""
     contents = passages.get(passage_id)
     if contents is None:
         return f"passage {passage_id!r} was not retrieved"
-    start = contents.find(text)
-    if start < 0:
+    span = find_span(text, contents, normalize)
+    if span is None:
         return f"not a verbatim part of passage {passage_id!r}: {_short(text)!r}"
-    return {"passage_id": passage_id, "text": text, "start": start, "end": start + len(text)}
+    if not span.whole_words:
+        return f"cut within a word or number of passage {passage_id!r}: {_short(text)!r}"
+    text = contents[span.start : span.end]
+    if len(text.split()) < 2 and not UNSPACED.search(text):
+        return f"a single word says nothing: {_short(text)!r}"
+    if _INSTRUCTION.search(text):
+        return f"reads as an instruction to a model: {_short(text)!r}"
+    return {"passage_id": passage_id, "text": text, "start": span.start, "end": span.end}
+
+
+def _markup_problem(draft: Mapping[str, Any]) -> str | None:
+    texts = [("answer", draft.get("answer") or "")]
+    texts += [(f"grounding_facts[{i}].text", fact["text"]) for i, fact in enumerate(draft["grounding_facts"])]
+    for name in ("reasoning_plan", "partial_findings"):
+        texts += [(f"{name}[{i}]", line) for i, line in enumerate(draft.get(name) or ())]
+    for where, text in texts:
+        if found := _MARKUP.search(text):
+            return f"{where}: holds {found[0]!r}, which a chat template or the agent would read as its own"
+    return None
 
 
 def grounding_problem(protocol: Mapping[str, Any], passages: Mapping[str, str]) -> str | None:
@@ -97,51 +135,6 @@ def grounding_problem(protocol: Mapping[str, Any], passages: Mapping[str, str]) 
         if contents[fact["start"] : fact["end"]] != fact["text"]:
             return f"fact {number}: passage {fact['passage_id']!r} reads otherwise at {fact['start']}:{fact['end']}"
     return None
-
-
-_ARTICLES = frozenset({"a", "an", "the"})
-# Scripts written without spaces have no words to compare: there a substring counts.
-_UNSPACED = re.compile(r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
-
-
-def _words(text: str, separator: str) -> list[str]:
-    """Case folded words without accents and articles, punctuation and symbols replaced by ``separator``."""
-    folded = unicodedata.normalize("NFKD", unicodedata.normalize("NFKC", text).casefold())
-    kept = []
-    for char in folded:
-        kind = unicodedata.category(char)
-        if kind[0] in "PS":
-            kept.append(separator)
-        elif kind != "Mn":
-            kept.append(char)
-    return [word for word in "".join(kept).split() if word not in _ARTICLES]
-
-
-def mentions(text: str, answer: str) -> bool:
-    """Whether ``text`` holds ``answer``, whatever its case, accents, articles, punctuation or plural s.
-
-    Whole words only: "Niger" is not in "Nigeria". Punctuation is tried both as nothing and as a space, so
-    that "Europe/Paris" is found in "Europe, Paris" and "1,234" in "1234".
-    """
-    seen_words = False
-    for separator in ("", " "):
-        wanted = _words(answer, separator)
-        if not wanted:
-            continue
-        seen_words = True
-        found = _words(text, separator)
-        if any(_UNSPACED.search(word) for word in wanted):
-            if "".join(wanted) in "".join(found):
-                return True
-            continue
-        for begin in range(len(found) - len(wanted) + 1):
-            window = found[begin : begin + len(wanted)]
-            if window[:-1] == wanted[:-1] and window[-1] in (wanted[-1], wanted[-1] + "s"):
-                return True
-    if seen_words:
-        return False
-    raw = answer.strip().casefold()  # nothing but articles or punctuation: "The The", "C-- "
-    return bool(raw) and raw in text.casefold()
 
 
 def _short(text: str, length: int = 80) -> str:

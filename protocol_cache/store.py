@@ -8,10 +8,11 @@ transaction. No package beyond the standard library is needed.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -322,7 +323,9 @@ class ProtocolStore:
 
 
 def _open_writable(path: Path, timeout: float) -> sqlite3.Connection:
-    fresh = not path.exists() or path.stat().st_size == 0
+    if not path.exists():
+        _make_whole(path)
+    fresh = path.stat().st_size == 0
     db = sqlite3.connect(path, timeout=timeout, isolation_level=None)
     try:
         # user_version is read before the first write, so that a foreign database stays as it is.
@@ -338,6 +341,20 @@ def _open_writable(path: Path, timeout: float) -> sqlite3.Connection:
     except BaseException:
         db.close()
         raise
+
+
+def _make_whole(path: Path) -> None:
+    """A new store appears with its tables: a reader that looks at this moment finds none or a whole one."""
+    made = path.with_name(f".{path.name}.{os.getpid()}.new")
+    db = sqlite3.connect(made, isolation_level=None)
+    try:
+        db.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {STORE_FORMAT}; COMMIT;")
+        db.close()
+        with suppress(FileExistsError):  # another writer was first
+            os.link(made, path)
+    finally:
+        db.close()
+        made.unlink(missing_ok=True)
 
 
 def _open_readonly(path: Path, timeout: float) -> sqlite3.Connection:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from mapd_verl.errors import UserError
 from protocol_cache.commands import PROGRAM
 from protocol_cache.commands.numbers import at_least, positive
+from protocol_cache.grounding import NORMALIZATIONS
 from protocol_cache.schema import SCHEMA_VERSION
 from protocol_cache.store import ProtocolStore, Provenance
 
@@ -58,6 +59,9 @@ def add(commands: Any) -> None:
     make.add_argument("--tpm", type=positive, help="tokens a minute that the provider allows")
     make.add_argument(
         "--dry-run", type=at_least(2), metavar="N", help="work on N questions drawn at random and price the whole job"
+    )
+    make.add_argument(
+        "--normalize", choices=NORMALIZATIONS, default="none", help="how a fact may differ from its passage"
     )
     make.add_argument("--prompts", default="v1", help="a shipped version, or a folder with the same file names")
     make.add_argument("--corpus", help="the corpus file behind the retriever; its SHA-256 is kept as provenance")
@@ -171,7 +175,7 @@ async def _run(
             bar.set_postfix_str(_progress(tally, len(plan.todo)), refresh=False)
             bar.update()
 
-        team = Team(teacher, retriever, limits)
+        team = Team(teacher, retriever, limits, options.normalize)
         try:
             with bar:
                 return await synthesize(plan.todo, store, team, provenance, options.concurrency, show)

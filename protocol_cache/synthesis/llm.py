@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from mapd_verl.errors import UserError
-from protocol_cache.calls import Bound, CallLog, Reply, call_key
+from protocol_cache.calls import Bound, BudgetReached, CallLog, Reply, call_key
 from protocol_cache.prompts import Prompts, user_message
 from protocol_cache.synthesis.rate import RateLimit
 from protocol_cache.synthesis.reply import parse_reply, reply_problem
@@ -22,6 +22,10 @@ from protocol_cache.synthesis.state import SynthesisError
 
 if TYPE_CHECKING:
     from jsonschema.protocols import Validator
+
+
+#: Seconds between two looks at a budget that calls under way hold.
+_LOOK_AGAIN = 0.05
 
 
 class TeacherError(SynthesisError):
@@ -198,7 +202,7 @@ class Teacher:
         for left in range(self.config.retries, -1, -1):
             async with self._slots:
                 await self._rate.wait(bound.prompt_tokens + bound.completion_tokens)
-                reservation = self._calls.reserve(role, self.config.model, bound) if self._calls else None
+                reservation = await self._reserve(role, bound)
                 reply, error = await self._send(role, messages, reservation)
             if reply is not None:
                 self._rate.correct(
@@ -214,6 +218,18 @@ class Teacher:
             await asyncio.sleep(delay * random.uniform(0.5, 1.0))
             delay = min(30.0, 2 * delay)
         raise AssertionError("unreachable")
+
+    async def _reserve(self, role: str, bound: Bound) -> int | None:
+        """Once the budget has room; what is under way holds its bound, most of which comes back."""
+        if self._calls is None:
+            return None
+        while True:
+            try:
+                return self._calls.reserve(role, self.config.model, bound)
+            except BudgetReached as error:
+                if not error.waiting:
+                    raise
+            await asyncio.sleep(_LOOK_AGAIN)
 
     async def _send(
         self, role: str, messages: list[dict[str, str]], reservation: int | None

@@ -36,8 +36,9 @@ class Outcome:
 class Team:
     """The agents, sharing one teacher and one retriever. Safe for many questions at once."""
 
-    def __init__(self, teacher: Teacher, retriever: RetrievalClient, limits: Limits) -> None:
+    def __init__(self, teacher: Teacher, retriever: RetrievalClient, limits: Limits, normalize: str = "none") -> None:
         self._limits = limits
+        self._normalize = normalize
         self._orchestrator = Orchestrator(teacher, limits)
         self._searcher = Searcher(teacher, retriever, limits)
         self._repair = RepairAgent(teacher)
@@ -112,7 +113,8 @@ class Team:
         previous: dict[str, Any] | None = None
         for _ in range(self._limits.protocol_attempts):
             draft = await self._protocolizer.write(question, outcome.exploration, answer, previous, account)
-            verdict = judge(draft, variant, question.text, passages, gold)
+            verdict = judge(draft, variant, question.text, passages, gold, self._normalize)
+            outcome.exploration.note("gate", normalize=self._normalize, problems=verdict.problems)
             outcome.candidates.append(Candidate(draft, verdict.passed, verdict.failed_check, verdict.reason))
             outcome.reason = verdict.reason
             if verdict.passed:

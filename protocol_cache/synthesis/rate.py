@@ -6,8 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable
 
-#: Requests are spaced this much wider than the limit says: clocks and arrivals differ a little.
-_MARGIN = 1.01
+#: Requests are spaced this much wider than the limit says: a request that is delayed on its way arrives in a later
+#: minute than it was sent in.
+_MARGIN = 1.03
 
 
 class RateLimit:

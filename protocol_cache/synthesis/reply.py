@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from jsonschema.protocols import Validator
 
 _SHOWN = 120
+_MAX_DEPTH = 50
 
 
 def parse_reply(content: str | None, finish_reason: str | None) -> tuple[dict[str, Any] | None, str | None]:
@@ -22,6 +23,8 @@ def parse_reply(content: str | None, finish_reason: str | None) -> tuple[dict[st
     text = (content or "").strip()
     if not text:
         return None, "the reply was empty"
+    if _depth(text) > _MAX_DEPTH:  # the parsers would exhaust the stack, and the whole run with it
+        return None, f"the reply is nested more than {_MAX_DEPTH} levels deep"
     try:
         value = json.loads(text)
     except ValueError:
@@ -36,6 +39,18 @@ def parse_reply(content: str | None, finish_reason: str | None) -> tuple[dict[st
     except UnicodeEncodeError:
         return None, "the reply holds half of a surrogate pair, which no later request could carry"
     return value, None
+
+
+def _depth(text: str) -> int:
+    """The most brackets open at once; those inside of strings count too, which errs on the safe side."""
+    depth = deepest = 0
+    for char in text:
+        if char in "[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif char in "]}":
+            depth = max(0, depth - 1)
+    return deepest
 
 
 def _mend(text: str) -> Any:

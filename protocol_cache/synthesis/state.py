@@ -48,9 +48,9 @@ class Gold:
 
     def leaks_into(self, text: str, question: str) -> bool:
         """Whether ``text`` holds a gold answer that the question itself does not hold."""
-        from protocol_cache.gate import mentions
+        from protocol_cache.leaks import leaks
 
-        return any(mentions(text, answer) and not mentions(question, answer) for answer in self._answers)
+        return any(leaks(text, answer, question) for answer in self._answers)
 
     def reveal_to(self, agent: RepairAgent) -> tuple[str, ...]:
         """The gold answers, for a repair agent's diagnosis.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import gzip
 import json
 import multiprocessing
 import os
 import shutil
+import signal
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -22,6 +25,9 @@ from ..errors import CorpusError, StartupError
 from ..tokenizer import TOKENIZER
 from . import bm25_merge, bm25_parts
 from .manifest import Manifest, facts_of, versions
+
+# prctl(2), from <linux/prctl.h>.
+_PR_SET_PDEATHSIG = 1
 
 #: ``(what, total)`` -> a context that yields a function to call with each piece done.
 Bar = Callable[[str, int], contextlib.AbstractContextManager[Callable[[int], None]]]
@@ -176,7 +182,9 @@ def _make_parts(options: BuildOptions, corpus: Path, plain: Path, staging: Path,
                     raise _bad_line(fault, corpus, plain, piece) from None
                 advance(piece.end - piece.start)
             return targets
-        with ProcessPoolExecutor(min(options.workers, len(missing)), mp_context=context) as pool:
+        with ProcessPoolExecutor(
+            min(options.workers, len(missing)), mp_context=context, initializer=_end_with_parent
+        ) as pool:
             work = {pool.submit(bm25_parts.make_part, plain, piece, path, postings): piece for piece, path in missing}
             try:
                 for done in as_completed(work):
@@ -187,6 +195,12 @@ def _make_parts(options: BuildOptions, corpus: Path, plain: Path, staging: Path,
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
     return targets
+
+
+def _end_with_parent() -> None:
+    """Runs in a worker: a build that is killed leaves none behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _bad_line(fault: bm25_parts.BadLine, corpus: Path, plain: Path, piece: bm25_parts.Slice) -> CorpusError:

@@ -40,7 +40,7 @@ class HostileTeacher:
                 asked = _read(body["messages"])
                 outer.asked.append(asked)
                 answer = respond(asked)
-                status, content = answer if isinstance(answer, tuple) else (200, _completion(answer))
+                status, content = answer if isinstance(answer, tuple) else (200, completion(answer))
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(content)))
@@ -77,8 +77,8 @@ def _read(messages: list[dict[str, str]]) -> Asked:
     return Asked(role[1], json.loads(block[1]), messages)
 
 
-def _completion(content: str | None) -> bytes:
-    message = {"role": "assistant", "content": content}
+def completion(content: str | None, **message_fields: Any) -> bytes:
+    message = {"role": "assistant", "content": content, **message_fields}
     body = {
         "id": "c",
         "object": "chat.completion",

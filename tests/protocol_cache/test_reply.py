@@ -60,3 +60,9 @@ def test_no_passage_can_close_the_fence_of_the_input(text: str) -> None:
     block = message.split("```json\n", 1)[1].rsplit("\n```", 1)[0]
     assert json.loads(block)["passages"][0] == text
     assert [line for line in message.split("\n") if line.strip() == "```"] == ["```"]
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, '{"a": ' + "[" * 60 + "]" * 60 + "}"])
+def test_a_reply_nested_too_deeply_is_refused(text: str) -> None:
+    value, problem = parse_reply(text, "stop")
+    assert value is None and problem and "nested" in problem

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from protocol_cache import ProtocolError, validate_protocol
 from protocol_cache.schema import draft_error, protocol_schema
+from protocol_cache.schema_doc import schema_page
 
 
 def test_both_variants_are_valid(succeeded: dict[str, Any], evidence: dict[str, Any]) -> None:
@@ -78,3 +80,9 @@ def test_the_drafts_dont_change_the_schema(succeeded: dict[str, Any]) -> None:
     draft_error(draft_of(succeeded), "succeeded")
     assert validate_protocol(succeeded)
     assert "schema_version" in protocol_schema()["properties"]
+
+
+def test_the_page_of_the_schema_is_the_schemas() -> None:
+    page = Path(__file__).parents[2] / "docs/protocol-schema.md"
+    assert page.read_text(encoding="utf-8") == schema_page()
+    assert all(f"`{name}`" in schema_page() for name in protocol_schema()["properties"])

@@ -43,7 +43,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return fast
 
 
-def make_model_folder(folder: Path, *, hidden: int = 32, layers: int = 2, vocab: int = VOCAB, seed: int = 0) -> Path:
+def make_model_folder(
+    folder: Path, *, hidden: int = 32, layers: int = 2, vocab: int = VOCAB, seed: int = 0, tied: bool = True
+) -> Path:
     """A Hugging Face folder with a random Qwen3 and its tokenizer. Weights are large enough to disagree."""
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(folder)
@@ -57,7 +59,7 @@ def make_model_folder(folder: Path, *, hidden: int = 32, layers: int = 2, vocab:
         num_key_value_heads=2,
         head_dim=hidden // 2,
         max_position_embeddings=2048,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         initializer_range=0.1,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -42,10 +42,10 @@ def work(rank: int, world: int, port: int, folder: str, case: str, out: str) -> 
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("case", ["contexts_everywhere", "one_rank_without_contexts"])
+@pytest.mark.parametrize("case", ["contexts_everywhere", "one_rank_without_contexts", "a_head_of_its_own"])
 def test_two_ranks_equal_one(tmp_path, monkeypatch, case):
     monkeypatch.syspath_prepend(Path(__file__).parents[1])  # where a spawned rank finds this module
-    folder = make_model_folder(tmp_path / "model")
+    folder = make_model_folder(tmp_path / "model", tied=case != "a_head_of_its_own")
     for world in (1, 2):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
