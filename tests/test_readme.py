@@ -54,6 +54,9 @@ def test_commands_exist(words):
         head = [sys.executable, "-m", rest[1]]
         if len(rest) > 2 and not rest[2].startswith("-"):
             head.append(rest[2])
+    elif program in ("python", "python3") and rest[0].endswith(".py"):
+        assert (ROOT / rest[0]).is_file(), f"no {rest[0]} here"
+        head = [sys.executable, str(ROOT / rest[0])]
     elif program in ("pip", "curl", "git", "cd", "tensorboard", "bash", "export"):
         return
     else:

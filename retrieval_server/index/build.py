@@ -112,7 +112,7 @@ def build(
         manifest = _seal(staging, plain, corpus, rows, untitled, backends, bar)
         shutil.rmtree(staging / "parts")
         for name in ("spec.json", ".lock"):
-            (staging / name).unlink()
+            (staging / name).unlink(missing_ok=True)
         staging.rename(target)
     return manifest
 
@@ -131,6 +131,7 @@ def _resume_or_clear(staging: Path, spec: dict[str, Any], say: Callable[[str], N
     file = staging / "spec.json"
     with contextlib.suppress(OSError, ValueError):
         if json.loads(file.read_text()) == json.loads(json.dumps(spec)):
+            (staging / "parts").mkdir(exist_ok=True)  # a build that died in its last moments had removed it
             done = len(list((staging / "parts").glob("*.npz")))
             say(f"going on with {staging}: {done} parts are there")
             return

@@ -146,6 +146,8 @@ def _import(arguments: argparse.Namespace) -> int:
         index = faiss.read_index(str(source), faiss.IO_FLAG_MMAP)
     except RuntimeError as error:
         raise StartupError(f"--faiss-index {source}: faiss can't read it ({str(error).splitlines()[-1]})") from error
+    if index.metric_type != faiss.METRIC_INNER_PRODUCT:
+        raise IndexFault(f"{source} was built for distances (metric {index.metric_type}), not inner products")
     encoder = Encoder(arguments.encoder, max_tokens=arguments.max_tokens)
     if encoder.dimension != index.d:
         raise IndexFault(f"{source} has {index.d}-dimensional vectors, the encoder {encoder.name} {encoder.dimension}")

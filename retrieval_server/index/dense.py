@@ -45,6 +45,12 @@ class Dense:
                 f"index {folder.parent}: made of {settings['dimension']}-dimensional vectors, the encoder "
                 f"{self._encoder.name} makes {self._encoder.dimension}"
             )
+        probe = self._encoder.probe()
+        if not np.allclose(probe, settings["probe"], atol=2e-3):
+            raise IndexFault(
+                f"index {folder.parent}: the encoder {self._encoder.name} is not the one that made it "
+                f"(a fixed text's vector begins {probe[:2]}, then {settings['probe'][:2]})"
+            )
         try:
             self._stored = faiss.read_index(str(folder / "index.faiss"))
         except RuntimeError as error:

@@ -76,7 +76,9 @@ def _vectors(encoder: Encoder, rows: MappedRows, folder: Path, batch: int, bar: 
             texts = [rows.contents(row) for row in range(first, last)]
             vectors[first:last] = encoder.passages(texts)
             vectors.flush()
-            note.write_text(json.dumps({"done": last}))
+            unfinished = note.with_suffix(".part")
+            unfinished.write_text(json.dumps({"done": last}))
+            unfinished.replace(note)
             advance(last - first)
     return vectors
 

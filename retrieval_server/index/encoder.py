@@ -56,7 +56,7 @@ def family_of(name: str) -> Family:
             return family
     known = ", ".join(FAMILIES)
     raise StartupError(
-        f"encoder {name}: no known family in its name ({known}); give --query-prefix, --passage-prefix and --pooling"
+        f"encoder {name}: no known family in its name ({known}), so that its prefixes and pooling aren't known either"
     )
 
 
@@ -84,7 +84,12 @@ class Encoder:
 
     def settings(self) -> dict[str, Any]:
         """What the manifest keeps, and what a server compares."""
-        return {"encoder": self.name, "dimension": self.dimension, "max_tokens": self.max_tokens, **asdict(self.family)}
+        facts = {"encoder": self.name, "dimension": self.dimension, "max_tokens": self.max_tokens}
+        return {**facts, "probe": self.probe(), **asdict(self.family)}
+
+    def probe(self) -> list[float]:
+        """The first numbers of a fixed text's vector: other weights or another tokenizer give others."""
+        return [round(float(x), 4) for x in self.queries(["Which river flows through the capital of France?"])[0][:16]]
 
     def queries(self, texts: Sequence[str]) -> np.ndarray:
         """``[n, d]`` float32."""

@@ -10,8 +10,6 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-#: Upper bounds are sums of float32 in another order than scores: this much they may be short.
-_SLACK = 1.0 + 1e-5
 _NONE = np.int64(2**62)
 
 
@@ -89,6 +87,8 @@ def top_k(
         best_rows, best_scores: ``[k]`` int64 and float32.
     """
     m = len(terms)
+    # Scores are float32 sums in the query's order: by so much they may exceed a bound that was summed otherwise.
+    slack = 1.0 + (m + 2) * 2.0**-23
     order = np.argsort(weights * maxima[terms])
     cursor, end = np.empty(m, np.int64), np.empty(m, np.int64)
     bound = np.empty(m, np.float64)
@@ -97,7 +97,7 @@ def top_k(
         term = terms[order[i]]
         cursor[i], end[i] = indptr[term], indptr[term + 1]
         total += weights[order[i]] * maxima[term]
-        bound[i] = total * _SLACK
+        bound[i] = total * slack
     parts = np.zeros(m, np.float32)
     n, first, threshold = 0, 0, 0.0
     while True:
@@ -118,7 +118,7 @@ def top_k(
                 cursor[i] += 1
         hopeless = False
         for i in range(first - 1, -1, -1):
-            if so_far * _SLACK + bound[i] <= threshold:
+            if so_far * slack + bound[i] <= threshold:
                 hopeless = True
                 break
             cursor[i] = _seek(rows, cursor[i], end[i], row)

@@ -30,7 +30,7 @@ def tiers(rows: int, dimension: int) -> dict[str, int]:
         "SQfp16": 2 * rows * dimension,
         "HNSW32": rows * (4 * dimension + 2 * 32 * 4 + 16),
         f"PQ{dimension // 8}": rows * (dimension // 8),
-        "bm25 (mapped)": 600 * rows,
+        "bm25 (mapped)": 661 * rows,
     }
 
 

@@ -48,7 +48,7 @@ class Index:
         for part in wanted:
             if part not in names:
                 raise IndexFault(f"index {folder}: holds {', '.join(names)}, not {part}")
-        if "dense" in wanted and not gpu:
+        if "dense" in wanted:  # faiss reads it into this machine's memory first, whatever searches it
             memory.require(self.manifest, folder)
         starts = np.load(folder / "starts.npy", mmap_mode="r")
         if len(starts) != self.manifest.corpus["rows"]:

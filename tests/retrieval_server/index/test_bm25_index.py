@@ -280,6 +280,15 @@ def test_finished_parts_are_used_again_unless_the_corpus_changed(tmp_path, monke
     assert make(corpus, tmp_path / "index", slice_bytes=400).backend.search("village", 1)[0][0] == 50
 
 
+def test_a_build_that_died_while_it_tidied_up_goes_on(tmp_path):
+    corpus = write(tmp_path / "corpus.jsonl", ["paris", "lyon"])
+    options = BuildOptions(str(corpus), str(tmp_path / "index"))
+    (tmp_path / "index.building").mkdir()
+    (tmp_path / "index.building/spec.json").write_text(json.dumps(options.spec()))
+    build(options, bar, nothing)
+    assert Index(tmp_path / "index").backend.search("lyon", 1)[0][0] == 1
+
+
 @pytest.mark.e2e
 def test_a_build_that_is_killed_goes_on_and_gives_the_same_bytes(tmp_path):
     texts = [" ".join(f"w{(i * 31 + j * j) % 9973}" for j in range(40)) for i in range(30_000)]

@@ -161,6 +161,23 @@ def test_an_encoder_of_another_width_is_refused(world, tmp_path):
         Index(world.index["Flat"], "dense", encoder=model(tmp_path / "wide-e5", 48))
 
 
+def test_another_encoder_of_the_same_width_is_refused(world, tmp_path):
+    torch.manual_seed(99)
+    BertModel(config()).save_pretrained(tmp_path / "other-e5")
+    tokenizer().save_pretrained(tmp_path / "other-e5")
+    with pytest.raises(IndexFault, match="is not the one that made it"):
+        Index(world.index["Flat"], "dense", encoder=str(tmp_path / "other-e5"))
+
+
+def test_an_index_of_distances_is_not_taken_over(world, tmp_path, capsys):
+    index = faiss.IndexFlatL2(32)
+    index.add(np.zeros((300, 32), np.float32))
+    faiss.write_index(index, str(tmp_path / "l2.index"))
+    arguments = ["import", "--corpus", str(world.corpus), "--faiss-index", str(tmp_path / "l2.index")]
+    assert command([*arguments, "--encoder", world.encoder, "--index", str(tmp_path / "taken")]) == 2
+    assert "not inner products" in capsys.readouterr().err
+
+
 def test_a_killed_encoding_goes_on_where_it_was(world, tmp_path, monkeypatch):
     monkeypatch.setattr("retrieval_server.index.dense_build._CHUNK", 64)
     real, seen = Encoder.passages, []
