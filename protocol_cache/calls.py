@@ -249,6 +249,20 @@ class CallLog:
             raise StoreError(f"protocol store {self.path}: cannot {doing} its calls: {error}") from error
 
 
+def read_accounts(path: str | Path) -> list[dict[str, Any]]:
+    """:meth:`CallLog.accounts` of a cache that is only read; empty where no calls were ever kept."""
+    from urllib.parse import quote
+
+    db = sqlite3.connect(f"file:{quote(str(Path(path).resolve()))}?mode=ro", uri=True)
+    try:
+        if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'accounts'").fetchone():
+            return []
+        db.row_factory = sqlite3.Row
+        return [dict(row) for row in db.execute("SELECT * FROM accounts ORDER BY model, role, kind")]
+    finally:
+        db.close()
+
+
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 from mapd_verl.errors import UserError
+from protocol_cache.calls import read_accounts
 from protocol_cache.reviews import read_reviews
 from protocol_cache.store import ProtocolStore
 
@@ -30,6 +31,7 @@ def add(commands: Any) -> None:
 def _stats(options: argparse.Namespace) -> int:
     with ProtocolStore(options.store, readonly=True) as store:
         stats = store.stats()
+    stats["accounts"] = read_accounts(options.store)
     stats["reviews"] = dict(Counter(review.verdict for review in read_reviews(options.store).values()))
     if options.json:
         print(json.dumps(stats, indent=1, ensure_ascii=False))
@@ -47,6 +49,11 @@ def _stats(options: argparse.Namespace) -> int:
         tokens = (stats["prompt_tokens"] + stats["completion_tokens"]) / records
         print(f"calls: {stats['calls']} ({stats['calls'] / records:.1f} a question), {tokens:,.0f} tokens a question")
     print(f"cost: {cost}")
+    for entry in stats["accounts"]:
+        tokens = f"{entry['prompt_tokens']} + {entry['completion_tokens']} tokens"
+        kind = "" if entry["kind"] == "settled" else ", perhaps charged"
+        where = f"{entry['model']} as {entry['role']}"
+        print(f"paid: {where}: {entry['calls']} calls, {tokens}, ${entry['cost_usd']:.4f}{kind}")
     for reason, count in list(stats["failures"].items())[:10]:
         print(f"failed: {count} x {reason}")
     for origin in stats["provenance"]:

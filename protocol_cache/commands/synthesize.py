@@ -52,6 +52,11 @@ def add(commands: Any) -> None:
     make.add_argument(
         "--price", type=float, nargs=2, metavar=("IN", "OUT"), help="dollars a million tokens, for unlisted models"
     )
+    make.add_argument(
+        "--schema-mode",
+        action=argparse.BooleanOptionalAction,
+        help="ask the provider for replies of the JSON schema (default: where LiteLLM knows that it can)",
+    )
     make.add_argument("--budget-usd", type=positive, help="stop (exit code 3) before all calls together cost more")
     make.add_argument("--budget-tokens", type=at_least(1), help="likewise, prompt and completion tokens")
     make.add_argument("--budget-calls", type=at_least(1), help="likewise, model calls")
@@ -153,6 +158,7 @@ async def _run(
         concurrency=options.concurrency,
         temperature=options.temperature,
         max_tokens=options.max_tokens,
+        schema_mode=options.schema_mode,
         rpm=options.rpm,
         tpm=options.tpm,
         prices=tuple(options.price) if options.price else None,

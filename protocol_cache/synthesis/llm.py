@@ -81,6 +81,8 @@ class TeacherConfig:
     temperature: float = 0.0
     max_tokens: int = 2048
     """Tokens of one reply."""
+    schema_mode: bool | None = None
+    """Ask for the reply's JSON schema: None where LiteLLM says that the provider's model takes one."""
     rpm: float | None = None
     """Requests a minute that the provider allows; kept to ahead of time."""
     tpm: float | None = None
@@ -127,6 +129,10 @@ class Teacher:
         self._priced = config.prices is None and self._has_price()
         if not self._priced:
             self._list_model()
+        # A server of one's own says nothing of what it can do: its replies are mended and checked.
+        self._schema_mode = config.schema_mode
+        if self._schema_mode is None:
+            self._schema_mode = not config.api_base and self._litellm.supports_response_schema(config.model)
         if calls is not None and calls.budget.usd is not None and not (self._priced or config.prices):
             raise TeacherUnusable(f"--budget-usd: the price of {config.model} is not known; give --price")
 
@@ -155,7 +161,7 @@ class Teacher:
         ]
         problem: str | None = None
         for _ in range(self.config.reasks + 1):
-            content, finish_reason = await self._complete(role, messages, account)
+            content, finish_reason = await self._complete(role, messages, account, self._format(role, validator))
             reply, problem = parse_reply(content, finish_reason)
             if reply is not None:
                 problem = reply_problem(reply, validator) or check(reply)
@@ -173,37 +179,48 @@ class Teacher:
         await asyncio.gather(*self._flying.values(), return_exceptions=True)
         await self._litellm.close_litellm_async_clients()
 
+    def _format(self, role: str, validator: Validator) -> dict[str, Any] | None:
+        """The provider's schema mode, where LiteLLM knows that it has one; the reply is checked all the same."""
+        if not self._schema_mode:
+            return None
+        # Not strict: our schemas say things (lengths, either-or) that providers' strict modes refuse.
+        return {"type": "json_schema", "json_schema": {"name": role, "schema": validator.schema, "strict": False}}
+
     async def _complete(
-        self, role: str, messages: list[dict[str, str]], account: Account
+        self, role: str, messages: list[dict[str, str]], account: Account, response_format: dict[str, Any] | None
     ) -> tuple[str | None, str | None]:
-        reply = await self._once(role, messages)
+        reply = await self._once(role, messages, response_format)
         account.add(reply.prompt_tokens, reply.completion_tokens, reply.cost_usd)
         return reply.content, reply.finish_reason
 
-    async def _once(self, role: str, messages: list[dict[str, str]]) -> Reply:
+    async def _once(self, role: str, messages: list[dict[str, str]], response_format: dict[str, Any] | None) -> Reply:
         """The reply to a call: one that was made before, one that is being made, or a new one."""
         if self._calls is None:
-            return await self._request(role, messages, "")
-        parameters = {"temperature": self.config.temperature, "max_tokens": self.config.max_tokens}
+            return await self._request(role, messages, "", response_format)
+        parameters: dict[str, Any] = {"temperature": self.config.temperature, "max_tokens": self.config.max_tokens}
+        if response_format is not None:
+            parameters["response_format"] = response_format
         key = call_key(role, self.prompts.version, self.config.model, parameters, messages)
         found = self._calls.find(key)
         if found is not None:
             return found
         task = self._flying.get(key)
         if task is None:
-            task = self._flying[key] = asyncio.ensure_future(self._request(role, messages, key))
+            task = self._flying[key] = asyncio.ensure_future(self._request(role, messages, key, response_format))
             task.add_done_callback(lambda _: self._flying.pop(key))
         # Shielded: who waits may be cancelled (its sibling failed), but a request that was sent is paid for and kept.
         return await asyncio.shield(task)
 
-    async def _request(self, role: str, messages: list[dict[str, str]], key: str) -> Reply:
+    async def _request(
+        self, role: str, messages: list[dict[str, str]], key: str, response_format: dict[str, Any] | None
+    ) -> Reply:
         delay = self.config.backoff
         bound = self._bound(messages)
         for left in range(self.config.retries, -1, -1):
             async with self._slots:
                 await self._rate.wait(bound.prompt_tokens + bound.completion_tokens)
                 reservation = await self._reserve(role, bound)
-                reply, error = await self._send(role, messages, reservation)
+                reply, error = await self._send(role, messages, reservation, response_format)
             if reply is not None:
                 self._rate.correct(
                     bound.prompt_tokens + bound.completion_tokens, reply.prompt_tokens + reply.completion_tokens
@@ -232,14 +249,19 @@ class Teacher:
             await asyncio.sleep(_LOOK_AGAIN)
 
     async def _send(
-        self, role: str, messages: list[dict[str, str]], reservation: int | None
+        self,
+        role: str,
+        messages: list[dict[str, str]],
+        reservation: int | None,
+        response_format: dict[str, Any] | None,
     ) -> tuple[Reply | None, Exception | None]:
         """One try: a reply, or an error after which another try may help. The reservation is settled by the caller."""
         charged = True  # until the server has said no
         try:
             # LiteLLM's timeout covers each step of the connection, ours the whole request.
             async with asyncio.timeout(self.config.timeout + 5):
-                response = await self._litellm.acompletion(messages=messages, **self._options)
+                extra = {} if response_format is None else {"response_format": response_format}
+                response = await self._litellm.acompletion(messages=messages, **self._options, **extra)
             if response is None:  # LiteLLM's outcome of a 422 with drop_params
                 charged = False
                 raise TeacherError(f"teacher as {role}: the server refused the request as invalid (HTTP 422)")

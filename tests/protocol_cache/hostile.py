@@ -6,7 +6,7 @@ import json
 import re
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any
@@ -19,6 +19,7 @@ class Asked:
     role: str
     inputs: dict[str, Any]
     messages: list[dict[str, str]]
+    response_format: Any = None
 
 
 #: A content, or an HTTP status with a whole body.
@@ -37,7 +38,7 @@ class HostileTeacher:
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                asked = _read(body["messages"])
+                asked = replace(_read(body["messages"]), response_format=body.get("response_format"))
                 outer.asked.append(asked)
                 answer = respond(asked)
                 status, content = answer if isinstance(answer, tuple) else (200, completion(answer))

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol_cache.calls import Bound, Budget, BudgetReached, CallLog, Reply, call_key
+from protocol_cache.calls import Bound, Budget, BudgetReached, CallLog, Reply, call_key, read_accounts
 from protocol_cache.store import ProtocolStore
 from protocol_cache.synthesis.rate import RateLimit
 
@@ -138,6 +138,13 @@ def test_a_full_or_broken_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("not a database at all, but long enough to be looked at\n" * 20)
     with pytest.raises(Exception, match="cannot open its calls"):
         CallLog(tmp_path / "text")
+
+
+def test_accounts_are_read_of_any_cache(path: Path) -> None:
+    assert read_accounts(path) == []
+    log = CallLog(path)
+    log.settle(log.reserve("r", "m", Bound(1, 1, 0.0)), "k", "r", "m", REPLY)
+    assert read_accounts(path) == log.accounts()
 
 
 def test_calls_take_no_room_in_a_store_that_only_reads(path: Path) -> None:

@@ -57,6 +57,24 @@ def test_a_good_reply_costs_one_call() -> None:
     assert account.cost_usd == pytest.approx((100 * 2 + 10 * 10) / 1e6)
 
 
+@pytest.mark.parametrize(("mode", "sent"), [(None, False), (False, False), (True, True)])
+def test_the_schema_goes_along_where_the_provider_takes_one(mode: bool | None, sent: bool) -> None:
+    """A server of one's own isn't asked for it unless told so; what comes back is checked in any case."""
+    reply, server, _ = ask(once_then('{"kind": "c"}'), schema_mode=mode)
+    assert reply == {"kind": "a"} and len(server.asked) == 2
+    for asked in server.asked:
+        if not sent:
+            assert asked.response_format is None
+            continue
+        assert asked.response_format["type"] == "json_schema"
+        assert asked.response_format["json_schema"]["schema"] == SCHEMA.schema
+
+
+def test_a_known_provider_is_asked_for_the_schema_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "unused")
+    assert Teacher(TeacherConfig(model="openai/gpt-4o-mini"), Prompts())._schema_mode is True
+
+
 def test_an_unknown_price_is_not_a_price_of_nothing() -> None:
     assert ask(lambda asked: GOOD)[2].cost_usd is None
 

@@ -167,15 +167,26 @@ def test_the_rate_limit_is_kept_to_and_used(world, tmp_path, retriever_url, mete
     assert rate >= 0.95 * 240, (rate, time.monotonic() - started)
 
 
+#: A longer run of the same: MAPD_KILLS=100 MAPD_KILL_QUESTIONS=500 python -m pytest -s ... -k kills
+KILLS, QUESTIONS = (
+    int(os.environ.get(name, default)) for name, default in (("MAPD_KILLS", 6), ("MAPD_KILL_QUESTIONS", 60))
+)
+
+
 def test_kills_lose_nothing_and_repeat_no_finished_call(world, tmp_path, retriever_url, meter):
+    if QUESTIONS != 60:
+        from mapd_verl.data.geonames.build import WorldConfig, build_world
+
+        world = tmp_path / "world"
+        build_world(world, WorldConfig(cities=600, train=QUESTIONS, val=5, test=5))
     server, out = meter(latency=0.02), tmp_path / "cache.sqlite"
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     chooser, kills, kept = random.Random(0), 0, set()
     arguments = command(world, out, retriever_url, server.url, "--concurrency", "8")
-    while kills < 6:
+    while kills < KILLS:
         child = subprocess.Popen(arguments, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         seen = sum(server.asked.values())
-        while sum(server.asked.values()) < seen + chooser.randint(3, 40) and child.poll() is None:
+        while sum(server.asked.values()) < seen + chooser.randint(3, 10 * QUESTIONS // KILLS) and child.poll() is None:
             time.sleep(0.01)
         if child.poll() is not None:
             break
@@ -196,6 +207,9 @@ def test_kills_lose_nothing_and_repeat_no_finished_call(world, tmp_path, retriev
     # A call may be asked again only if it was under way at a kill (8 at most each time): its answer was never kept.
     repeated = sum(count - 1 for count in server.asked.values())
     assert repeated <= 8 * kills
+    print(
+        f"{kills} kills, {sum(server.asked.values())} calls answered, {repeated} asked again, {len(kept)} records kept"
+    )
     uncertain = sum(a["calls"] for a in CallLog(out).accounts() if a["kind"] == "uncertain")
     assert repeated <= uncertain <= 8 * kills
 

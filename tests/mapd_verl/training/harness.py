@@ -69,7 +69,9 @@ def make_model_folder(
     return folder
 
 
-def make_worker(folder: Path, *, lean: bool = True, rank: int = 0, world: int = 1, port: int | None = None):
+def make_worker(
+    folder: Path, *, lean: bool = True, rank: int = 0, world: int = 1, port: int | None = None, lora_rank: int = 0
+):
     """Our training worker over verl's, model built, no Ray."""
     import torch.distributed as dist
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -93,6 +95,8 @@ def make_worker(folder: Path, *, lean: bool = True, rank: int = 0, world: int = 
         use_remove_padding=False,
         enable_gradient_checkpointing=False,
         override_config={"attn_implementation": "sdpa"},
+        lora_rank=lora_rank,
+        target_modules=["q_proj", "v_proj", "up_proj"],
     )
     engine = FSDPEngineConfig(
         strategy="fsdp2",
