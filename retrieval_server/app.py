@@ -20,7 +20,16 @@ from .errors import ApiError
 from .front import Front
 from .service import Service
 from .telemetry import Telemetry
-from .wire import Limits, RerankRequest, RetrieveRequest, encode_error, encode_result, parse_request, parse_rerank
+from .wire import (
+    Limits,
+    RerankRequest,
+    RetrieveRequest,
+    encode_any,
+    encode_error,
+    encode_result,
+    parse_request,
+    parse_rerank,
+)
 
 _JSON = "application/json"
 
@@ -217,7 +226,7 @@ def create_app(
             ]
             for found, documents in zip(ranked, wanted.texts(), strict=True)
         ]
-        return Response(orjson.dumps({"result": result}), media_type=_JSON)
+        return Response(encode_any({"result": result}), media_type=_JSON)
 
     fine = telemetry.requests.labels("/retrieve", "200")
 

@@ -60,6 +60,13 @@ class Front:
             await self._send(send, path, _refusal())
             return
         if path != "/retrieve" or scope["method"] != "POST":
+            if scope["method"] == "POST":
+                try:
+                    declared, _ = _facts(scope["headers"])
+                    receive = _replay(await self._body(receive, declared), receive)
+                except ApiError as error:
+                    await self._send(send, path, error)
+                    return
             await self.app(scope, receive, send)
             return
         try:
@@ -109,6 +116,16 @@ class Front:
         self._answered(route if route == "/retrieve" else "other", error.status)
         await send({"type": "http.response.start", "status": error.status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A body that was read already, and then whatever else comes."""
+    pending: list[MutableMapping[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def again() -> MutableMapping[str, Any]:
+        return pending.pop() if pending else await receive()
+
+    return again
 
 
 def _closing(send: Send) -> Send:

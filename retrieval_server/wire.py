@@ -87,7 +87,10 @@ class RerankRequest(BaseModel):
 
     def texts(self) -> list[list[tuple[str, Any]]]:
         """Text and the document as it came, for each query."""
-        return [[(d if isinstance(d, str) else d["contents"], d) for d in documents] for documents in self.documents]
+        return [
+            [(_LONE_SURROGATES.sub("\ufffd", d if isinstance(d, str) else d["contents"]), d) for d in documents]
+            for documents in self.documents
+        ]
 
 
 def _clean(value: Any, max_chars: int) -> Any:
@@ -192,6 +195,14 @@ def encode_result(rows: Rows, hits: Sequence[Sequence[tuple[int, float]]], retur
     else:
         per_query = (b",".join(rows[row] for row, _ in found) for found in hits)
     return b'{"result":[%b]}' % b",".join(b"[%b]" % items for items in per_query)
+
+
+def encode_any(value: Any) -> bytes:
+    """JSON of what a client sent, lone surrogates and all (as escapes, which is how they came)."""
+    try:
+        return orjson.dumps(value)
+    except TypeError:
+        return json.dumps(value).encode("ascii")
 
 
 def encode_error(error: ApiError) -> bytes:

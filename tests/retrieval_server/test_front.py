@@ -139,6 +139,10 @@ async def test_rerank_in_search_r1s_shape(corpus: Path) -> None:
         }
         bare = await client.post("/rerank", json={"queries": ["q"], "documents": [documents[0]]})
         assert bare.json() == {"result": [["cccc", "bb", {"contents": "a", "id": 7}]]}
+        odd = await client.post("/rerank", content=b'{"queries": ["q"], "documents": [["\\ud800 x"]]}')
+        assert odd.json() == {"result": [["\ud800 x"]]}
+        large = await client.post("/rerank", content=b" " * (33 << 20))
+        assert large.json()["error"]["code"] == "body_too_large"
         many = {"queries": ["q"], "documents": [["d"] * 3000]}
         assert (await client.post("/rerank", json=many)).json()["error"]["code"] == "too_many_pairs"
 
@@ -207,6 +211,16 @@ async def test_the_cache_keeps_answers_not_errors_and_survives_a_cancelled_asker
     assert calls == [["a", "bb"], ["ccc"]]
     assert await cache.search(["ccc"], 1) == [[(3, 1.0)]] and len(calls) == 2
     assert await cache.search(["ccc"], 2) == [[(3, 2.0)]] and len(calls) == 3
+    gate.clear()
+    expired = asyncio.create_task(cache.search(["dddd"], 1))
+    await asyncio.sleep(0)
+    begun = cache._flying["dddd", 1][0].future
+    expired.cancel()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert begun.cancelled(), "nobody waits any more: the search is called off"
+    calls.pop()
+    gate.set()
     for _ in range(2):
         with pytest.raises(ApiError):
             await cache.search(["bad"], 1)
