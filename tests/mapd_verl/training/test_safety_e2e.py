@@ -8,7 +8,7 @@ import pytest
 
 from mapd_verl.errors import UserError
 
-from .test_e2e import assert_same, files, run
+from .test_e2e import OPTIM, SMOOTH, assert_same, files, run
 
 __all__ = ["files"]
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
@@ -43,11 +43,8 @@ def test_a_run_that_breaks_a_rule_stops_and_leaves_its_best_checkpoint(files, tm
 
 def test_two_and_two_steps_are_four(files, tmp_path):
     """A run killed after its checkpoint goes on with the same questions, losses and learning rate."""
-    optim = "actor_rollout_ref.actor.optim"
-    # Adam with a large epsilon: a gradient that is all rounding (rollouts are summed as they finish) stays one.
-    smooth = (f"{optim}.lr=1e-2", f"++{optim}.override_optimizer_config={{eps:0.01}}")
-    schedule = (f"{optim}.total_training_steps=4", "data.shuffle=true", "data.train_batch_size=2")
-    batch = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", *SAVE, *schedule, *smooth)
+    schedule = (f"{OPTIM}.total_training_steps=4", "data.shuffle=true", "data.train_batch_size=2")
+    batch = ("actor_rollout_ref.actor.ppo_mini_batch_size=2", *SAVE, *schedule, *SMOOTH)
     whole = run(files, tmp_path / "whole", *batch, steps=4)
     first = run(files, tmp_path / "parts", *batch, steps=2)
     rest = run(files, tmp_path / "parts", *batch, "trainer.resume_mode=auto", steps=4)[len(first) :]
